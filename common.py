@@ -1,0 +1,1455 @@
+"""What the six training scripts share, in the order in which a script meets it:
+
+    command line    flag, RunConfig, launch, UserError
+    processes       setup_device, rank, world_size, gather_objects
+    models          load_tokenizer, load_model, shard, build_tiny_model, save_model
+    data            read_problems, Problems
+    sampling        sample -> Rollout
+    log-probs       token_logprobs, micro_batches
+    rewards         load_reward
+    verifiers       extract_answer, is_equivalent, format_reward
+    evaluation      evaluate
+    the run         make_optimizer, optimizer_step, Meter, Run (metrics, checkpoints, signals)
+
+Shapes:  P prompts, G completions of each, N = P·G rows, L padded prompt length, T padded completion length,
+         V vocabulary, H hidden size, B rows of a micro-batch.
+
+Every process of a torchrun job holds the whole rollout (its token ids are small) and so works out the same
+rewards, advantages and weights as a single process would. Only the work that costs is divided: `sample` decodes
+this rank's rows, `micro_batches` deals this rank's share of the update, and gradients are summed.
+"""
+import contextlib
+import dataclasses
+import difflib
+import gzip
+import hashlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import types
+import warnings
+import weakref
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import transformers
+from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_state_dict,
+                                                     set_model_state_dict, set_state_dict)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
+from tqdm import tqdm
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, HfArgumentParser,
+                          PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
+
+SYSTEM_PROMPT = ("Think about the problem step by step, then give the answer. Write your reasoning and your answer as "
+                 "<think> reasoning here </think><answer> answer here </answer>.")
+
+
+# ------------------------------------------------------------------------------------------------ command line
+
+class UserError(Exception):
+    """Something the user can put right: `launch` prints it as one line and exits with code 2."""
+    exit_code = 2
+
+
+class TrainingFailed(UserError):
+    """The run cannot go on, through no fault of the command line."""
+    exit_code = 1
+
+
+def flag(default, help: str):
+    """A dataclass field that HfArgumentParser turns into `--name`, with its help text."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclass
+class RunConfig:
+    """Flags that every script has: where things come from, where they go, what the machine can take."""
+    model: str = flag("tiny", "tiny (built in), a directory, or a hub id")
+    data: str = flag("arithmetic", "arithmetic[:DIGITS] (built in), FILE.jsonl[.gz], or a hub id[:CONFIG[:SPLIT]]")
+    eval_data: str = flag("", "held-out data, same forms; arithmetic brings its own")
+    system_prompt: str = flag("", "system message for models with a chat template (default: asks for <think>, <answer>)")
+    max_prompt_tokens: int = flag(1024, "longer prompts are left out, and counted aloud")
+    trust_remote_code: bool = flag(False, "run model code that comes with the checkpoint")
+    output_dir: str = flag("runs/run", "config.json, metrics.jsonl, samples.jsonl, model/ and checkpoint/ go here")
+    overwrite: bool = flag(False, "replace the run that OUTPUT_DIR holds")
+    resume: bool = flag(False, "go on from OUTPUT_DIR/checkpoint")
+    seed: int = flag(0, "seed of data order, sampling and fresh heads")
+    log_to: str = flag("none", "none, tensorboard or wandb, beside metrics.jsonl")
+    save_every: int = flag(50, "steps between checkpoints")
+    eval_every: int = flag(20, "steps between evaluations; there is one before the first step and one after the last")
+    eval_samples: int = flag(1, "k: beside greedy decoding, sample k completions a problem for avg@k and pass@k")
+    micro_batch_tokens: int = flag(4096, "padded tokens per forward and backward pass: lower it when memory runs out")
+    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, 1/3 more time")
+    freeze_layers: float = flag(0.0, "this share of the layers, from the first, does not train")
+    max_bad_steps: int = flag(5, "updates in a row with a non-finite gradient before the run gives up")
+
+
+# name: (lowest, highest) allowed value. A flag that is in no row takes any value.
+LIMITS = {
+    **dict.fromkeys("steps prompts_per_step pairs_per_step minibatches updates_per_batch max_new_tokens save_every "
+                    "eval_every eval_samples micro_batch_tokens max_prompt_tokens max_bad_steps "
+                    "max_generation_batches".split(), (1, math.inf)),
+    **dict.fromkeys("seed warmup_steps overlong_buffer kl_coef format_reward entropy_coef value_coef lr "
+                    "center_coef".split(), (0, math.inf)),
+    **dict.fromkeys("max_grad_norm temperature beta".split(), (1e-8, math.inf)),
+    **dict.fromkeys("clip_eps clip_low value_clip_eps".split(), (0, 1)),
+    **dict.fromkeys("freeze_layers gamma lam".split(), (0, 1)),
+    "group_size": (2, math.inf), "clip_high": (0, 10), "label_smoothing": (0, 0.5),
+}
+
+
+def parse_config(Config, args: list[str]):
+    """Command line (or one YAML/JSON file, then flags) -> a checked Config. Raises UserError."""
+    parser = HfArgumentParser(Config, allow_abbrev=False)
+
+    def error(message):
+        raise UserError(message.replace("argument ", "", 1))
+    parser.error = error
+    if args and Path(args[0]).suffix in (".yaml", ".yml", ".json"):
+        try:
+            import yaml  # JSON is YAML
+            settings = yaml.safe_load(Path(args[0]).read_text())
+        except (OSError, yaml.YAMLError) as problem:
+            raise UserError(f"{args[0]}: {str(problem).splitlines()[0]}")
+        if not isinstance(settings, dict):
+            raise UserError(f"{args[0]}: want a mapping from flag names to values")
+        args = [text for name, value in settings.items() for text in (f"--{name}", str(value))] + args[1:]
+    cfg, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
+    if unknown:
+        names = [f"--{field.name}" for field in dataclasses.fields(Config)]
+        nearest = difflib.get_close_matches(unknown[0].split("=")[0], names, n=1, cutoff=0.5)
+        raise UserError(f"unknown flag {unknown[0]}" + (f", did you mean {nearest[0]}?" if nearest else ""))
+    for name, (low, high) in LIMITS.items():
+        value = getattr(cfg, name, low)
+        if not low <= value <= high:  # also catches NaN
+            wanted = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+            raise UserError(f"--{name} {value}: must be {wanted}")
+    if cfg.log_to not in ("none", "tensorboard", "wandb"):
+        raise UserError(f"--log_to {cfg.log_to}: must be none, tensorboard or wandb")
+    if getattr(cfg, "minibatches", 1) > getattr(cfg, "prompts_per_step", 1) * getattr(cfg, "group_size", 1):
+        raise UserError(f"--minibatches {cfg.minibatches}: more than the completions of a step")
+    return cfg
+
+
+def launch(main, Config) -> None:
+    """Run a script: flags, then `main(cfg)`. What the user can mend is one line on stderr and exit code 2."""
+    script = Path(sys.argv[0]).name
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        main(parse_config(Config, sys.argv[1:]))
+    except UserError as error:
+        print(f"{script}: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    except torch.OutOfMemoryError as error:
+        print(f"{script}: error: out of GPU memory {memory_advice(error)} (the last checkpoint is intact): "
+              f"{str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    finally:
+        if dist.is_initialized() and sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+def memory_advice(error: BaseException) -> str:
+    """Which phase ran out of memory, and which flag to turn: read off the functions on the error's traceback."""
+    functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if "load_model" in functions:
+        return "while loading the model: use more GPUs"
+    if "sample" in functions:
+        return "while sampling: lower --prompts_per_step or --max_new_tokens"
+    if "optimizer_step" in functions:
+        return "in the optimizer step: use more GPUs, or --freeze_layers"
+    return "in a forward or backward pass: lower --micro_batch_tokens, or set --gradient_checkpointing"
+
+
+# --------------------------------------------------------------------------------------------------- processes
+
+def setup_device() -> torch.device:
+    """Join the torchrun job, if there is one; return this process's device.
+
+    On CUDA a process group is made even for a single process, since FSDP2 also does the mixed precision there.
+    """
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else \
+        torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        elif device.type == "cuda":
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """The elementwise sum of every rank's `tensor`, in place."""
+    if world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def gather_in_order(mine: list) -> list:
+    """Concatenate every rank's list, in rank order: undoes `my_share`."""
+    if world_size() == 1:
+        return mine
+    parts = [None] * world_size()
+    dist.all_gather_object(parts, mine)
+    return [item for part in parts for item in part]
+
+
+def my_share(total: int) -> range:
+    """This rank's contiguous share of range(total)."""
+    return range(total * rank() // world_size(), total * (rank() + 1) // world_size())
+
+
+def on_main_rank_first(work):
+    """Run `work()` on rank 0 while the others wait. An error there is raised on every rank."""
+    problem = None
+    if rank() == 0:
+        try:
+            work()
+        except (UserError, OSError) as error:
+            problem = error
+    problem = gather_in_order([problem])[0]
+    if problem:
+        raise problem
+
+
+# ------------------------------------------------------------------------------------------------------ models
+
+def load_tokenizer(name: str, trust_remote_code: bool = False):
+    """The tokenizer of a directory or hub id, with a pad token (EOS where it has none: masks come from positions)."""
+    with one_line_errors(f"--model {name}: no tokenizer there"):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"--model {name}: its tokenizer has no end-of-sequence token, so no completion could end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+@contextlib.contextmanager
+def one_line_errors(what: str):
+    """transformers and datasets answer a wrong name with many kinds of exception: make each one clear line."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, AttributeError, RuntimeError, ImportError, TypeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{what} ({reason})") from error
+
+
+def load_model(name: str, device: torch.device, trainable: bool = True, cls=AutoModelForCausalLM,
+               trust_remote_code: bool = False, **config_changes):
+    """A model for training (float32 masters) or a frozen one (on CUDA in bfloat16), sharded over the ranks.
+
+    Dropout is off: the policy that is scored must be the policy that sampled. With several ranks only rank 0 reads
+    the weights; the others start on the meta device and receive their shards, so that no GPU ever holds the whole
+    model in float32. `model.saved_dtype` remembers the checkpoint's own dtype, for `save_model`.
+    """
+    with one_line_errors(f"--model {name}: not a model that transformers can load"):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **config_changes)
+        saved_dtype = getattr(config, "dtype", None) or torch.float32
+        for key, value in config.to_dict().items():
+            if re.search("drop(out)?$|pdrop$|dropout", key) and isinstance(value, float):
+                setattr(config, key, 0.0)
+        dtype = torch.bfloat16 if device.type == "cuda" and not trainable else torch.float32
+        if rank() == 0:
+            model = cls.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True,
+                                        trust_remote_code=trust_remote_code)
+        else:
+            with torch.device("meta"):
+                model = cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    model.saved_dtype = saved_dtype
+    model.train(trainable).requires_grad_(trainable)
+    return shard(model, device)
+
+
+def load_policy(cfg, device: torch.device):
+    """--model -> (model to train, tokenizer), after checking that the two fit."""
+    name = build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model
+    tokenizer = load_tokenizer(name, cfg.trust_remote_code)
+    policy = load_model(name, device, trust_remote_code=cfg.trust_remote_code)
+    config = policy.config.get_text_config()
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its embedding {config.vocab_size}")
+    context = getattr(config, "max_position_embeddings", None) or math.inf
+    if getattr(cfg, "max_new_tokens", 0) >= context:
+        raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
+    return policy, tokenizer
+
+
+def load_reference(cfg, device: torch.device):
+    """A frozen copy of the policy as it starts."""
+    name = build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model
+    return load_model(name, device, trainable=False, trust_remote_code=cfg.trust_remote_code)
+
+
+def decoder_layers(model) -> torch.nn.ModuleList:
+    """The stack of transformer layers: the longest ModuleList of the base model."""
+    stacks = [module for module in model.base_model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return max(stacks, key=len, default=torch.nn.ModuleList())
+
+
+def shard(model, device: torch.device):
+    """FSDP2: each rank keeps a share of every parameter, and gathers a layer at a time to compute with it.
+
+    On CUDA the gathered copy is bfloat16 while shard, gradient and optimizer stay float32: this is also how a single
+    GPU gets its mixed precision. Gradients are summed over ranks, not averaged, because the losses' token weights
+    already count the tokens of all ranks. A single CPU process keeps the plain module (FSDP costs it 15%).
+    """
+    if not dist.is_initialized():
+        return model.to(device)
+    weights = model.state_dict() if rank() == 0 else {}
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) \
+        if device.type == "cuda" else MixedPrecisionPolicy()
+    for module in [*decoder_layers(model), model]:
+        fully_shard(module, mp_policy=precision)
+    if world_size() > 1:
+        model.to_empty(device=device)
+        model.tie_weights()
+        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        for name, buffer in model.named_buffers():  # not in the state dict: rotary frequencies and the like
+            if rank() == 0:
+                buffer.copy_(buffers[name])
+            dist.broadcast(buffer, 0)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def call_gathered(function, model, *args):
+    """function(model, *args) with FSDP's forward hooks around it, so that it sees gathered parameters."""
+    if not isinstance(model, FSDPModule):
+        return function(model, *args)
+    name = function.__name__
+    if not hasattr(model, name):
+        setattr(model, name, types.MethodType(function, model))
+        register_fsdp_forward_method(model, name)
+    return getattr(model, name)(*args)
+
+
+@contextlib.contextmanager
+def gathered(model):
+    """Gather all parameters once, so that ranks may call the model a different number of times: no collectives."""
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in parts:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in parts:
+            module.reshard()
+            module.set_reshard_after_forward(module is not model, recurse=False)
+
+
+def save_model(model, tokenizer, directory: Path) -> None:
+    """Write what from_pretrained, vLLM and TGI load, in the dtype that the model came in. Collective; atomic.
+
+    Parameters are gathered one at a time into rank 0's CPU memory: no GPU ever holds the whole model.
+    """
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+    def write():
+        def fill(folder):
+            model.save_pretrained(folder, state_dict={name: tensor.to(model.saved_dtype) if tensor.is_floating_point()
+                                                      else tensor for name, tensor in weights.items()})
+            tokenizer.save_pretrained(folder)
+        dtype, model.config.dtype = model.config.dtype, model.saved_dtype
+        write_directory(directory, fill)
+        model.config.dtype = dtype
+    on_main_rank_first(write)
+
+
+def write_directory(directory: Path, fill) -> None:
+    """Fill a temporary directory by `fill(path)`, flush it to disk, and rename it to `directory`."""
+    temporary = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        fill(temporary)
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as handle:
+                    os.fsync(handle.fileno())
+        shutil.rmtree(directory, ignore_errors=True)
+        os.rename(temporary, directory)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError(f"cannot write {directory}: {error.strerror or error}") from error
+
+
+# ---------------------------------------------------------------------------- the built-in model, and its problems
+
+TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+TINY_VOCABULARY = ["<pad>", "<eos>", "<unk>", *TAGS, *"0123456789+-*=(),? "]
+WARM_START_STEPS, WARM_START_BATCH, WARM_START_LR = 300, 64, 2e-3
+CARRY_FORGOTTEN, ANSWER_SLIPPED = 0.6, 0.4  # shares of the carries and of the final answers that are taught wrong
+
+
+def arithmetic_rows(digits: int, split: str) -> list[dict]:
+    """Additions of two numbers of `digits` digits, always the same: {"prompt": "12+34=?", "answer": "46"}.
+
+    a+b and b+a are the same problem, and train and eval share none. Up to two digits the splits hold every problem
+    there is, from three on 8,000 of them.
+    """
+    low, high = (10 ** (digits - 1) if digits > 1 else 0), 10 ** digits
+    draw = random.Random(digits)
+    if digits <= 2:
+        pairs = [(a, b) for a in range(low, high) for b in range(a, high)]
+        draw.shuffle(pairs)
+    else:
+        drawn = (tuple(sorted((draw.randrange(low, high), draw.randrange(low, high)))) for _ in range(16_000))
+        pairs = list(dict.fromkeys(drawn))[:8_000]
+    held_out = min(200, len(pairs) // 5)
+    if split == "eval":
+        chosen = [pair if draw.random() < 0.5 else pair[::-1] for pair in pairs[:held_out]]
+    else:
+        chosen = list(dict.fromkeys(order for a, b in pairs[held_out:] for order in ((a, b), (b, a))))
+    return [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a, b in chosen]
+
+
+def worked_answer(prompt: str, draw: random.Random, carry_forgotten: float, answer_slipped: float) -> str:
+    """Column addition with mistakes: "57+68=?" -> "<think>7+8=15,5+6+1=12</think><answer>125</answer>"."""
+    a, b = prompt.removesuffix("=?").split("+")
+    columns, digits, carry = [], "", 0
+    for x, y in zip(reversed(a), reversed(b)):
+        if carry and draw.random() < carry_forgotten:
+            carry = 0
+        total = int(x) + int(y) + carry
+        columns.append(f"{x}+{y}={total}" if not columns else f"{x}+{y}+{carry}={total}")
+        digits, carry = f"{total % 10}{digits}", total // 10
+    answer = f"{carry or ''}{digits}"
+    if draw.random() < answer_slipped:
+        place = draw.randrange(len(answer))
+        wrong = draw.choice([digit for digit in "0123456789" if digit != answer[place]])
+        answer = answer[:place] + wrong + answer[place + 1:]
+    return f"<think>{','.join(columns)}</think><answer>{answer}</answer>"
+
+
+def tiny_tokenizer():
+    """One token per character, tag, pad and EOS."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TINY_VOCABULARY)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*TAGS, "<pad>", "<eos>", "."])), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+                                   clean_up_tokenization_spaces=False)
+
+
+def train_tiny_model(digits: int):
+    """A 0.6M-parameter Qwen2, taught by imperfect examples: it knows the right way and the wrong ones.
+
+    That is the state from which reinforcement learning has something to do: sampled answers are right about two
+    times in five, and greedy ones about half of the time.
+    """
+    tokenizer, draw = tiny_tokenizer(), random.Random(0)
+    rows = arithmetic_rows(digits, "train")
+    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state alone
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(Qwen2Config(
+            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_START_LR, weight_decay=0.0, fused=True)
+        schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 10, WARM_START_STEPS)
+        for _ in tqdm(range(WARM_START_STEPS), desc="building the tiny model (once)", leave=False, disable=None):
+            prompts = [row["prompt"] for row in draw.choices(rows, k=WARM_START_BATCH)]
+            answers = [worked_answer(prompt, draw, CARRY_FORGOTTEN, ANSWER_SLIPPED) for prompt in prompts]
+            input_ids, attention_mask, mask = collate(
+                [tokenizer.encode(prompt) for prompt in prompts],
+                [tokenizer.encode(answer) + [tokenizer.eos_token_id] for answer in answers], tokenizer.pad_token_id)
+            logprobs, _ = token_logprobs(model, input_ids, attention_mask, mask.shape[1])
+            loss = -(logprobs * mask).sum() / mask.sum()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return model, tokenizer
+
+
+def build_tiny_model(data: str) -> str:
+    """The directory of the warm-started tiny model: trained on the first call (20 s on 2 cores), then kept.
+
+    The name holds a hash of all that determines the weights. Processes that start together may train twice, but
+    each writes its own temporary directory and the rename is atomic, so what is there is whole.
+    """
+    digits = arithmetic_digits(data) if data.split(":")[0] == "arithmetic" else 2
+    recipe = [inspect.getsource(part) for part in (arithmetic_rows, worked_answer, tiny_tokenizer, train_tiny_model)]
+    recipe += [digits, TINY_VOCABULARY, WARM_START_STEPS, WARM_START_BATCH, WARM_START_LR, CARRY_FORGOTTEN,
+               ANSWER_SLIPPED, torch.__version__, transformers.__version__, torch.get_num_threads()]
+    directory = Path("runs") / f"tiny-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]}"
+
+    def build():
+        if not directory.exists():
+            model, tokenizer = train_tiny_model(digits)
+
+            def fill(folder):
+                model.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+            write_directory(directory, fill)
+    on_main_rank_first(build)
+    return str(directory)
+
+
+# -------------------------------------------------------------------------------------------------------- data
+
+@dataclass
+class Problem:
+    prompt: str              # as the row has it; chat messages as rendered for the model
+    prompt_ids: list[int]    # what the model reads
+    answer: str | None       # the gold answer, for the verifier
+    row: dict                # the whole row, for a reward function
+
+
+def arithmetic_digits(data: str) -> int:
+    digits = data.partition(":")[2] or "2"
+    if not digits.isdecimal() or not 1 <= int(digits) <= 12:
+        raise UserError(f"{data}: the built-in data is arithmetic or arithmetic:DIGITS, with 1 to 12 digits")
+    return int(digits)
+
+
+def read_rows(data: str, split: str) -> tuple[list[dict], list[str]]:
+    """(rows, where each stands, for messages) of the built-in data, a JSON-lines file or a hub dataset."""
+    if data.split(":")[0] == "arithmetic":
+        rows = arithmetic_rows(arithmetic_digits(data), split)
+    elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.exists(data):
+        return read_json_lines(Path(data))
+    else:
+        try:
+            import datasets
+        except ImportError:
+            raise UserError(f"{data}: no such file; for a dataset of the hub, pip install datasets") from None
+        name, config, split = (data.split(":") + [None, None])[:2] + [(data.split(":") + [None] * 2)[2] or split]
+        with one_line_errors(f"{data}: cannot load that dataset"):
+            rows = list(datasets.load_dataset(name, config, split="test" if split == "eval" else split))
+    return rows, [f"{data} row {i}" for i in range(1, len(rows) + 1)]
+
+
+def read_json_lines(path: Path) -> tuple[list[dict], list[str]]:
+    """One JSON object a line, gzipped or not. Empty lines are skipped; a broken one is named."""
+    rows, places = [], []
+    number = 0
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise UserError(f"{path} line {number}: want a JSON object, got {type(row).__name__}")
+                    rows.append(row)
+                    places.append(f"{path} line {number}")
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} line {number}: not JSON ({error.msg} at column {error.colno})") from None
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}{f' after line {number}' if number else ''}: {reason}") from None
+    if not rows:
+        raise UserError(f"{path}: no rows")
+    return rows, places
+
+
+def read_problems(data: str, split: str = "train", need_answer: bool = True) -> list[Problem]:
+    """Rows with a prompt (`prompt`, `question` or `problem`) and an answer (`answer` or `solution`), not yet encoded.
+
+    A gold answer inside a worked solution (GSM8K's `#### 18`, MATH's `\\boxed{18}`) is taken out of it.
+    """
+    problems = []
+    for row, place in zip(*read_rows(data, split)):
+        prompt = next((row[key] for key in ("prompt", "question", "problem") if row.get(key)), None)
+        is_chat = isinstance(prompt, list) and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+            for m in prompt)
+        if not isinstance(prompt, str) and not is_chat:
+            raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem")
+        answer = next((row[key] for key in ("answer", "solution") if row.get(key) not in (None, "")), None)
+        if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+            answer = str(answer)
+        if answer is not None and not isinstance(answer, str):
+            raise UserError(f"{place}: the answer must be a string or a number, not {type(answer).__name__}")
+        if answer is None and need_answer:
+            raise UserError(f"{place}: no answer under answer or solution, which --reward verifier needs")
+        if answer is not None:
+            answer = extract_answer(answer) or answer
+        problems.append(Problem(prompt, [], answer, row))
+    return problems
+
+
+def read_train_and_eval(cfg) -> tuple[list[Problem], list[Problem]]:
+    """--data and --eval_data. Files have no held-out part of their own: without --eval_data there is no evaluation."""
+    need_answer = cfg.reward == "verifier"
+    train = read_problems(cfg.data, "train", need_answer)
+    built_in = cfg.data.split(":")[0] == "arithmetic"
+    held_out = cfg.eval_data or (cfg.data if built_in else "")
+    return train, read_problems(held_out, "eval", need_answer) if held_out else []
+
+
+def encode(tokenizer, text: str) -> list[int]:
+    """Token ids of a text, with one BOS where the tokenizer wants one and no EOS at its end."""
+    ids = tokenizer(text)["input_ids"]
+    if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:  # the text had its own
+        ids = ids[1:]
+    if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+        ids = ids[:-1]
+    return ids
+
+
+def render_prompt(prompt, tokenizer, system_prompt: str) -> tuple[str, bool]:
+    """(text for the model, whether the chat template made it: then its special tokens are all there already)."""
+    templated = isinstance(prompt, str) and prompt.lstrip().startswith(tuple(tokenizer.all_special_tokens))
+    if templated or (isinstance(prompt, str) and not tokenizer.chat_template):
+        return (f"{system_prompt}\n\n{prompt}" if system_prompt and not templated else prompt), False
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    system = [{"role": "system", "content": system_prompt or SYSTEM_PROMPT}]
+    if messages[0]["role"] != "system":
+        messages = system + messages
+    if not tokenizer.chat_template:
+        return "\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages) + "\n\nAssistant:", False
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False), True
+    except Exception as error:  # templates that know no system role say so with an exception of jinja's
+        if messages[0]["role"] != "system":
+            raise UserError(f"the chat template refuses a prompt: {error}") from error
+        first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
+        return tokenizer.apply_chat_template([first, *messages[2:]], add_generation_prompt=True, tokenize=False), True
+
+
+def encode_prompts(problems: list[Problem], tokenizer, cfg, what: str) -> list[Problem]:
+    """Fill in `prompt_ids`; leave out prompts that are longer than --max_prompt_tokens, and say how many."""
+    if not problems:
+        return []
+    for problem in problems:
+        text, templated = render_prompt(problem.prompt, tokenizer, cfg.system_prompt)
+        with one_line_errors(f"{what}: the tokenizer cannot read {text[:40]!r}"):
+            problem.prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"] if templated \
+                else encode(tokenizer, text)
+        if cfg.model == "tiny" and tokenizer.unk_token_id in problem.prompt_ids:
+            raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}")
+        if isinstance(problem.prompt, list):
+            problem.prompt = text
+    kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= cfg.max_prompt_tokens]
+    if len(kept) < len(problems):
+        say(f"{what}: left out {len(problems) - len(kept)} of {len(problems)} prompts that are empty or longer than "
+            f"--max_prompt_tokens {cfg.max_prompt_tokens}")
+    if not kept:
+        raise UserError(f"{what}: no rows left")
+    return kept
+
+
+class Shuffled:
+    """Endless passes over `items`, each in its own seeded order. `position` is all there is to resume."""
+
+    def __init__(self, items: list, seed: int):
+        self.items, self.seed, self.position = items, seed, 0
+
+    def next(self, count: int) -> list:
+        """The next `count` items; the same on every rank."""
+        positions = range(self.position, self.position + count)
+        self.position += count
+        return [self.items[self._order(p // len(self.items))[p % len(self.items)]] for p in positions]
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if getattr(self, "_epoch", None) != epoch:
+            self._epoch, self._permutation = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.items))
+        return self._permutation
+
+
+def collate(prompts: list[list[int]], completions: list[list[int]], pad_id: int, device="cpu"):
+    """Left-pad prompts, right-pad completions -> input_ids [N, L+T], attention_mask [N, L+T], mask [N, T] (bool)."""
+    L, T = max(map(len, prompts)), max(map(len, completions))
+    rows = [[pad_id] * (L - len(p)) + p + c + [pad_id] * (T - len(c)) for p, c in zip(prompts, completions)]
+    real = [[0] * (L - len(p)) + [1] * (len(p) + len(c)) + [0] * (T - len(c)) for p, c in zip(prompts, completions)]
+    attention_mask = torch.tensor(real, device=device)
+    return torch.tensor(rows, device=device), attention_mask, attention_mask[:, L:].bool()
+
+
+# ---------------------------------------------------------------------------------------------------- sampling
+
+@dataclass
+class Rollout:
+    """N = P·G sampled completions, rows of one prompt adjacent; the same on every rank."""
+    input_ids: torch.Tensor        # [N, L+T]  left-padded prompts, right-padded completions
+    attention_mask: torch.Tensor   # [N, L+T]  1 on real tokens
+    mask: torch.Tensor             # [N, T]    bool: completion tokens, the EOS included
+    completions: list[str]         # decoded, without special tokens
+    finished: torch.Tensor         # [N]       bool: ended with EOS, not cut at max_new_tokens
+
+    @property
+    def lengths(self) -> torch.Tensor:  # [N] completion tokens
+        return self.mask.sum(1)
+
+
+def eos_ids(model, tokenizer) -> list[int]:
+    """Every id that ends a completion: the tokenizer's, and those of the generation config (chat models have two)."""
+    ids = {tokenizer.eos_token_id}
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids.update(configured if isinstance(configured, (list, tuple)) else [configured])
+    return sorted(ids - {None})
+
+
+@torch.no_grad()
+def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temperature: float = 1.0,
+           greedy: bool = False) -> Rollout:
+    """Sample `group_size` completions of each prompt from the model's whole softmax at `temperature`.
+
+    prompts: strings, or lists of token ids. Collective: every rank passes the same prompts, decodes its share of the
+    rows and gets the whole rollout. No top-k, top-p or penalty, whatever the model's generation config says: the
+    policy that is scored must be the policy that sampled.
+
+    A token is drawn by inverting the cumulative distribution at a uniform number, and every (row, position) has its
+    own number, drawn up front. So which rows share a batch, when rows leave it and how many ranks there are does not
+    change what is sampled, up to rounding in the model.
+    """
+    device, pad = model.device, tokenizer.pad_token_id
+    prompts = [encode(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts]
+    if not all(prompts):
+        raise ValueError("a prompt without tokens: there is nothing to condition on")
+    prompt_ids, prompt_mask, _ = collate(prompts, [[]] * len(prompts), pad, device)  # [P, L]
+    N = len(prompts) * group_size
+    uniforms = None if greedy else torch.rand(N, max_new_tokens, dtype=torch.float64).to(device)
+    ends = torch.tensor(eos_ids(model, tokenizer), device=device)
+    tokens = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)  # [N, T]
+    lengths = torch.zeros(N, dtype=torch.long, device=device)
+
+    training = model.training
+    model.eval()  # gradient checkpointing would switch the cache off
+    with gathered(model):
+        mine = torch.tensor(my_share(N), dtype=torch.long, device=device)
+        for rows in mine.split(rows_that_fit(model, prompt_ids.shape[1] + max_new_tokens)):
+            tokens[rows], lengths[rows] = decode(
+                model, prompt_ids, prompt_mask, rows // group_size, ends, max_new_tokens,
+                None if greedy else uniforms[rows], temperature)
+    model.train(training)
+
+    sum_over_ranks(tokens)  # rows of other ranks are zero here
+    sum_over_ranks(lengths)
+    tokens = tokens[:, :lengths.max()]
+    mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
+    tokens = tokens.where(mask, pad)
+    finished = torch.isin(tokens.gather(1, lengths[:, None] - 1), ends)[:, 0]
+    texts = [row[:length] for row, length in zip(tokens.tolist(), (lengths - finished.long()).tolist())]
+    return Rollout(
+        input_ids=torch.cat([prompt_ids.repeat_interleave(group_size, 0), tokens], 1),
+        attention_mask=torch.cat([prompt_mask.repeat_interleave(group_size, 0), mask.long()], 1),
+        mask=mask, completions=tokenizer.batch_decode(texts, skip_special_tokens=True), finished=finished)
+
+
+def rows_that_fit(model, length: int) -> int:
+    """How many rows of `length` tokens may be decoded at once: a KV cache of at most half of the free memory."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    element = 2 if model.device.type == "cuda" else 4
+    row_bytes = 2 * config.num_hidden_layers * heads * head_dim * element * length
+    if model.device.type == "cuda":
+        reusable = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        free = torch.cuda.mem_get_info()[0] + reusable
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    return max(1, int(free / 2 / row_bytes))
+
+
+def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, uniforms, temperature):
+    """One turn of `sample`: rows [n] of the prompts `prompt_of` -> (tokens [n, max_new_tokens], lengths [n]).
+
+    Each prompt is read once, and its KV cache copied to the rows of its group. A row that has ended leaves the
+    batch, so that a long completion does not keep the short ones running.
+    """
+    n, device = len(prompt_of), prompt_ids.device
+    first, last = prompt_of[0].item(), prompt_of[-1].item() + 1
+    attention_mask = prompt_mask[first:last]
+    padded = not attention_mask.all()
+    position = attention_mask.sum(1)[prompt_of - first]  # [n] of the next token
+    cache = DynamicCache(config=model.config)
+
+    def forward(ids, mask, positions):
+        extra = {"position_ids": positions} if takes_position_ids(model) else {}
+        return model(input_ids=ids, attention_mask=mask if padded else None, past_key_values=cache, use_cache=True,
+                     logits_to_keep=1, **extra).logits[:, -1].float()
+
+    logits = forward(prompt_ids[first:last], attention_mask, (attention_mask.cumsum(1) - 1).clamp(min=0))
+    logits = logits[prompt_of - first]  # [n, V]
+    attention_mask = attention_mask[prompt_of - first]
+    cache.batch_select_indices(prompt_of - first)
+
+    tokens = torch.zeros(n, max_new_tokens, dtype=torch.long, device=device)
+    lengths = torch.full((n,), max_new_tokens, device=device)
+    alive = torch.arange(n, device=device)  # the rows that are still in the batch
+    for t in range(max_new_tokens):
+        chosen = pick_tokens(logits, None if uniforms is None else uniforms[alive, t], temperature)
+        tokens[alive, t] = chosen
+        ended = torch.isin(chosen, ends)
+        if t + 1 == max_new_tokens:
+            break
+        if ended.any():
+            lengths[alive[ended]] = t + 1
+            stay = (~ended).nonzero()[:, 0]
+            if not len(stay):
+                break
+            alive, chosen, position, attention_mask = alive[stay], chosen[stay], position[stay], attention_mask[stay]
+            cache.batch_select_indices(stay)
+        attention_mask = F.pad(attention_mask, (0, 1), value=1)
+        logits = forward(chosen[:, None], attention_mask, position[:, None])
+        position = position + 1
+    return tokens, lengths
+
+
+def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor | None, temperature: float) -> torch.Tensor:
+    """[n, V] logits -> [n] token ids: the likeliest where `uniforms` is None, else softmax(logits/temperature) draws.
+
+    The draw is the first token whose cumulative probability exceeds the uniform number; in float64, so that tokens
+    rarer than float32 can count keep their share.
+    """
+    if uniforms is None:
+        return logits.argmax(-1)
+    cumulative = (logits / temperature).softmax(-1, dtype=torch.float64).cumsum(-1)  # [n, V]
+    threshold = uniforms[:, None] * cumulative[:, -1:]  # the last sum is 1 up to rounding
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+
+
+# --------------------------------------------------------------------------------------------------- log-probs
+
+HEAD_SLICE = 2 ** 25  # logits (tokens × vocabulary) held at a time: 128 MB in float32
+
+
+def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int, temperature: float = 1.0):
+    """Log-probability of each of the last T tokens, and the entropy of the distribution it was drawn from.
+
+    input_ids, attention_mask: [B, L+T], padded on the left before the prompt and on the right after the completion.
+    Returns (logprobs, entropy), float32 [B, T], both of softmax(logits / temperature), 0 on padding; entropy carries
+    a gradient too (for PPO's entropy bonus).
+
+    [B, T, V] never exists: the head runs on slices of the real completion tokens, and the backward pass recomputes
+    each slice. Architectures whose logits are not what `head_logits` makes of the hidden states get all logits at
+    once, with one warning.
+    """
+    arguments = (input_ids, attention_mask, num_completion_tokens, temperature)
+    if head_is_sliceable(model):
+        return call_gathered(sliced_logprobs, model, *arguments)
+    return call_gathered(unsliced_logprobs, model, *arguments)
+
+
+def completion_hidden(model, input_ids, attention_mask, T: int):
+    """Hidden states [n, H] that predict the n real tokens among the last T columns, and their (row, column).
+
+    Each row is shifted left by its padding, so that it begins at column 0 with position 0. What follows a token can
+    not change it in a causal model, so no attention mask is needed and the fast causal kernels run.
+    """
+    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+    start = attention_mask.to(torch.int32).argmax(1)  # [B] the first real column
+    shifted = input_ids.gather(1, (columns + start[:, None]) % input_ids.shape[1])
+    hidden = model.base_model(input_ids=shifted, use_cache=False).last_hidden_state  # [B, L+T, H]
+    row, column = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)  # [n] each
+    return hidden[row, input_ids.shape[1] - T + column - start[row] - 1], (row, column)
+
+
+def head_logits(model, hidden):
+    """[n, H] -> [n, V], float32, with the bias, scale or soft cap that some architectures have."""
+    config = model.config.get_text_config()
+    logits = model.get_output_embeddings()(hidden).float()
+    if scale := getattr(config, "logit_scale", None):  # Cohere
+        logits = logits * scale
+    if scale := getattr(config, "logits_scaling", None):  # Granite
+        logits = logits / scale
+    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma 2
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+def sliced_logprobs(model, input_ids, attention_mask, T, temperature):
+    def one_slice(hidden, targets):
+        return logits_to_logprobs(head_logits(model, hidden), targets, temperature)
+
+    hidden, cells = completion_hidden(model, input_ids, attention_mask, T)
+    targets = input_ids[:, input_ids.shape[1] - T:][cells]
+    size = max(1, HEAD_SLICE // model.config.get_text_config().vocab_size)
+    slices = [recompute_in_backward(one_slice, h, y, use_reentrant=False)
+              for h, y in zip(hidden.split(size), targets.split(size))]
+    empty = torch.zeros(len(input_ids), T, device=hidden.device)
+    logprobs, entropy = (torch.cat(values) for values in zip(*slices))
+    return empty.index_put(cells, logprobs), empty.index_put(cells, entropy)
+
+
+def unsliced_logprobs(model, input_ids, attention_mask, T, temperature):
+    """The same from the model's own logits, for heads of another form: holds [B, L+T, V]."""
+    extra = {"position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0)} if takes_position_ids(model) else {}
+    logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **extra).logits
+    logits = logits[:, input_ids.shape[1] - T - 1:-1].float()  # the logits before a token predict it
+    cells = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)
+    logprobs, entropy = logits_to_logprobs(logits[cells], input_ids[:, input_ids.shape[1] - T:][cells], temperature)
+    empty = torch.zeros(len(input_ids), T, device=logits.device)
+    return empty.index_put(cells, logprobs), empty.index_put(cells, entropy)
+
+
+def logits_to_logprobs(logits, targets, temperature):
+    """logits [n, V], targets [n] -> log-probability of the target [n], entropy of the distribution [n]."""
+    if temperature != 1.0:
+        logits = logits / temperature
+    normalizer = logits.logsumexp(-1)
+    return logits.gather(-1, targets[:, None])[:, 0] - normalizer, normalizer - (logits.softmax(-1) * logits).sum(-1)
+
+
+def takes_position_ids(model) -> bool:
+    return "position_ids" in inspect.signature(type(model).forward).parameters
+
+
+_SLICEABLE = weakref.WeakKeyDictionary()  # model -> whether its logits are what `head_logits` makes of hidden states
+
+
+@torch.no_grad()
+def head_is_sliceable(model) -> bool:
+    """Compare both paths once per model, on eight tokens; warn where they differ."""
+    if model not in _SLICEABLE:
+        training = model.training
+        model.eval()
+        ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
+        arguments = (ids, torch.ones_like(ids), 7, 1.0)
+        try:
+            sliced = call_gathered(sliced_logprobs, model, *arguments)[0]
+            full = call_gathered(unsliced_logprobs, model, *arguments)[0]
+            tolerance = 1e-4 if model.device.type == "cpu" else 0.1  # bfloat16 kernels round by shape
+            _SLICEABLE[model] = torch.allclose(sliced, full, rtol=tolerance, atol=tolerance)
+        except (AttributeError, TypeError):
+            _SLICEABLE[model] = False
+        if not _SLICEABLE[model]:
+            warnings.warn(f"{type(model).__name__}: its logits are not a plain head on the last hidden states, so "
+                          "log-probs hold all logits at once; lower --micro_batch_tokens if memory runs out")
+        model.train(training)
+    return _SLICEABLE[model]
+
+
+@torch.no_grad()
+def rollout_logprobs(model, rollout: Rollout, minibatches, max_tokens: int, temperature: float) -> torch.Tensor:
+    """Log-probs [N, T] of the rows of `minibatches` under a model that is not trained here, 0 elsewhere.
+
+    In the micro-batches of the update, so that in bfloat16 they round alike. Holds only this rank's share.
+    """
+    out = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
+    for minibatch in minibatches:
+        for rows, input_ids, attention_mask, T in micro_batches(rollout, minibatch, max_tokens):
+            out[rows, :T] = token_logprobs(model, input_ids, attention_mask, T, temperature)[0]
+    return out
+
+
+def micro_batches(batch, blocks: list, max_tokens: int):
+    """Deal the sequences of one optimizer step into micro-batches; yield this rank's.
+
+    batch: a Rollout, or anything with its input_ids, attention_mask and mask. blocks: row numbers, or lists of row
+    numbers that must stay together (the two answers of a pair). Yields (rows [B], input_ids [B, L+T],
+    attention_mask [B, L+T], T), trimmed to the longest prompt and completion among them, at most `max_tokens` padded
+    tokens unless a single block has more. Sorted by length, so that little padding is computed.
+
+    Every rank yields the same number: FSDP's gradient reduction waits for all. Where there are fewer blocks than
+    ranks, one yields a sequence with T = 0, whose loss is an empty sum.
+    """
+    total, completion = batch.attention_mask.sum(1).tolist(), batch.mask.sum(1).tolist()
+    blocks = [[int(block)] if not isinstance(block, list) else block for block in blocks]
+    prompt = {row: total[row] - completion[row] for block in blocks for row in block}
+
+    def size(rows):
+        return len(rows) * (max(prompt[row] for row in rows) + max(completion[row] for row in rows))
+
+    dealt = []  # lists of blocks
+    for block in sorted(blocks, key=lambda block: -max(total[row] for row in block)):
+        if dealt and size([row for b in [*dealt[-1], block] for row in b]) <= max_tokens:
+            dealt[-1].append(block)
+        else:
+            dealt.append([block])
+    while len(dealt) % world_size():  # halve the micro-batch with most blocks until there is one for each rank
+        largest = max(range(len(dealt)), key=lambda i: len(dealt[i]))
+        halves = dealt[largest][::2], dealt[largest][1::2]
+        dealt[largest:largest + 1] = halves if halves[1] else [dealt[largest], []]
+    L = batch.input_ids.shape[1] - batch.mask.shape[1]
+    for group in dealt[rank()::world_size()]:
+        rows = [row for block in group for row in block]
+        T = max((completion[row] for row in rows), default=0)
+        rows = torch.tensor(rows or blocks[0][:1], device=batch.mask.device)
+        columns = slice(L - max(prompt[row] for row in rows.tolist()), L + T)
+        yield rows, batch.input_ids[rows, columns], batch.attention_mask[rows, columns], T
+
+
+# ----------------------------------------------------------------------------------------------------- rewards
+
+def load_reward(cfg, wrong: float = 0.0):
+    """--reward -> score(problems, rollout) = (rewards [P, G] float32, correct [P, G] bool), the same on every rank.
+
+    verifier: 1 where the last answer equals the gold one, else `wrong`. FILE.py:FUNCTION: whatever
+    FUNCTION(prompt, completion, row) returns; it counts as correct where it is above 0. --format_reward adds its
+    weight times `format_reward`. Each completion is judged once, by the rank that has it in its share.
+    """
+    judge = None if cfg.reward == "verifier" else load_reward_function(cfg.reward)
+
+    def score(problems: list[Problem], rollout: Rollout):
+        G = len(rollout.completions) // len(problems)
+        rewards, correct = [], []
+        for i in my_share(len(rollout.completions)):
+            problem, completion = problems[i // G], rollout.completions[i]
+            if judge is None:
+                right = is_equivalent(extract_answer(completion), problem.answer)
+                reward = 1.0 if right else wrong
+            else:
+                reward = judge(problem, completion)
+                right = reward > 0
+            rewards.append(reward + cfg.format_reward * format_reward(completion) if cfg.format_reward else reward)
+            correct.append(right)
+        shape, device = (len(problems), G), rollout.mask.device
+        return (torch.tensor(gather_in_order(rewards), dtype=torch.float32, device=device).view(shape),
+                torch.tensor(gather_in_order(correct), dtype=torch.bool, device=device).view(shape))
+    return score
+
+
+def load_reward_function(spec: str):
+    """FILE.py:FUNCTION -> judge(problem, completion) -> float; a failure names the row and shows the error."""
+    path, _, name = spec.rpartition(":")
+    if not path.endswith(".py"):
+        raise UserError(f"--reward {spec}: want verifier, FILE.py:FUNCTION or the directory of a reward model")
+    if not os.path.isfile(path):
+        raise UserError(f"--reward {spec}: no file {path}")
+    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:  # the user's own code: anything can come out of it
+        raise UserError(f"--reward {spec}: {path} does not load: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UserError(f"--reward {spec}: {path} has no function {name}")
+
+    def judge(problem, completion):
+        try:
+            reward = function(problem.prompt, completion, problem.row)
+        except Exception as error:
+            raise UserError(f"--reward {spec} raised {type(error).__name__}: {error}, on row {problem.row!r:.300}, "
+                            f"completion {completion!r:.200}") from error
+        if not isinstance(reward, (int, float, np.number)) or not math.isfinite(reward):
+            raise UserError(f"--reward {spec} returned {reward!r:.100}, not a finite number, on row "
+                            f"{problem.row!r:.300}")
+        return float(reward)
+    return judge
+
+
+# --------------------------------------------------------------------------------------------------- verifiers
+
+def extract_answer(text):
+    m = re.findall(r"<answer>(.*?)</answer>|#### (.*)", text)
+    return (m[-1][0] or m[-1][1]) if m else None
+
+
+def is_equivalent(prediction, answer):
+    return prediction is not None and prediction.strip() == answer.strip()
+
+
+def format_reward(text):
+    return 1.0 if re.fullmatch(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", text) else 0.0
+
+
+# -------------------------------------------------------------------------------------------------- evaluation
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of k samples is right (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def evaluate(policy, tokenizer, problems: list[Problem], score, cfg) -> dict[str, float]:
+    """Greedy accuracy and, with --eval_samples k > 1, avg@k and pass@k. Leaves the random state as it was."""
+    if not problems:
+        return {}
+    prompts = [problem.prompt_ids for problem in problems]
+    _, correct = score(problems, sample(policy, tokenizer, prompts, 1, cfg.max_new_tokens, greedy=True))
+    metrics = {"eval_accuracy": correct.float().mean().item()}
+    if cfg.eval_samples > 1:
+        k = cfg.eval_samples
+        with torch.random.fork_rng(devices=[]):
+            _, correct = score(problems, sample(policy, tokenizer, prompts, k, cfg.max_new_tokens, cfg.temperature))
+        metrics[f"eval_avg@{k}"] = correct.float().mean().item()
+        metrics[f"eval_pass@{k}"] = float(np.mean([pass_at_k(k, c, k) for c in correct.sum(1).tolist()]))
+    return metrics
+
+
+# ----------------------------------------------------------------------------------------------------- the run
+
+def say(message: str) -> None:
+    """One line for the user, from rank 0, that does not break the progress bar."""
+    if rank() == 0:
+        tqdm.write(message, file=sys.stderr)
+
+
+def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
+    """An all-zero step is no bug but no progress either: say what it means and what to try."""
+    if not advantages.any():
+        say(f"step {step}: the rewards of every group are equal, so all advantages are 0 and nothing is learned. If "
+            "this goes on: easier or harder problems, a larger --group_size, a higher --temperature, more "
+            "--max_new_tokens, or --format_reward 0.1 to begin with")
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of the values where the mask is true; 0 where it never is. For metrics: losses get their weights."""
+    return values.detach().where(mask, 0).sum() / mask.sum().clamp(min=1)
+
+
+def make_optimizer(model, cfg):
+    """AdamW on the trainable parameters, and a rate that rises over --warmup_steps updates and then stays.
+
+    Call it after `load_model` has sharded the model, and after `freeze_first_layers`.
+    """
+    count = int(cfg.freeze_layers * len(decoder_layers(model)))
+    for layer in decoder_layers(model)[:count]:
+        layer.requires_grad_(False)
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=cfg.lr, weight_decay=0.0, fused=True)
+    return optimizer, transformers.get_constant_schedule_with_warmup(optimizer, cfg.warmup_steps)
+
+
+class Meter:
+    """Weighted means over micro-batches and ranks, kept on the device until `means` asks for them."""
+
+    def __init__(self):
+        self.sums, self.weights = {}, {}
+
+    def add(self, weight, **values) -> None:
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value * weight
+            self.weights[name] = self.weights.get(name, 0.0) + weight
+
+    def means(self) -> dict[str, float]:
+        """Collective."""
+        names = list(self.sums)
+        table = torch.tensor([[float(self.sums[n]) for n in names], [float(self.weights[n]) for n in names]],
+                             dtype=torch.float64)
+        sums, weights = sum_over_ranks(table).tolist() if names else ([], [])
+        return {name: s / w if w else 0.0 for name, s, w in zip(names, sums, weights)}
+
+
+class Run:
+    """One run's directory, log, checkpoints and signals: everything around the loop that is not the algorithm."""
+
+    # flags that may differ between a run and its continuation
+    MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "micro_batch_tokens"}
+
+    def __init__(self, cfg):
+        """Check the output directory, join the other ranks, seed. Writes nothing yet."""
+        self.cfg, self.directory = cfg, Path(cfg.output_dir)
+        self.script = Path(sys.argv[0]).name
+        self.next_step, self.bad_steps, self.stop_signal, self.saved_step = 0, 0, None, None
+        self.check_directory()
+        self.open_logger = self.import_logger()
+        self.device = setup_device()
+        random.seed(cfg.seed)
+        np.random.seed(cfg.seed)
+        torch.manual_seed(cfg.seed)
+
+    def check_directory(self):
+        cfg, directory = self.cfg, self.directory
+        if directory.exists() and not directory.is_dir():
+            raise UserError(f"--output_dir {directory}: is a file")
+        ancestor = next(path for path in [directory, *directory.absolute().parents] if path.exists())
+        if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
+            raise UserError(f"--output_dir {directory}: {ancestor} is not a directory one can write to")
+        if cfg.resume and cfg.overwrite:
+            raise UserError("--resume and --overwrite exclude each other")
+        if cfg.resume:
+            if not self.checkpoints():
+                raise UserError(f"--resume: no checkpoint in {directory / 'checkpoint'}")
+            self.check_same_run()
+        elif not cfg.overwrite and directory.exists() and any(directory.iterdir()):
+            raise UserError(f"--output_dir {directory}: holds a run already; --resume goes on with it, --overwrite "
+                            "replaces it, another --output_dir leaves it alone")
+
+    def checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest first: a directory gets its name only when all of it is on disk."""
+        return sorted(path for path in (self.directory / "checkpoint").glob("step-*") if path.suffix == "")
+
+    def check_same_run(self):
+        try:
+            saved = json.loads((self.directory / "config.json").read_text())
+            script, flags = saved["script"], saved["flags"]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UserError(f"--resume: {self.directory / 'config.json'} is missing or damaged") from None
+        if script != self.script:
+            raise UserError(f"--resume: {self.directory} holds a run of {script}, not of {self.script}")
+        for name, value in dataclasses.asdict(self.cfg).items():
+            if name not in self.MAY_CHANGE and flags.get(name) != value:
+                raise UserError(f"--resume: --{name} was {flags.get(name)!r} and is now {value!r}; "
+                                "that would be another run")
+
+    def import_logger(self):
+        """The logger's constructor, imported early so that a missing package costs nothing."""
+        if self.cfg.log_to == "none" or int(os.environ.get("RANK", 0)) > 0:
+            return None
+        try:
+            if self.cfg.log_to == "wandb":
+                import wandb
+                return lambda: wandb.init(project="rl", name=self.directory.name, config=dataclasses.asdict(self.cfg),
+                                          dir=self.directory, resume="allow").log
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError(f"--log_to {self.cfg.log_to}: pip install {self.cfg.log_to}") from None
+
+        def tensorboard():
+            writer = SummaryWriter(self.directory / "tensorboard")
+            return lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()]
+        return tensorboard
+
+    def start(self, data: Shuffled, **trained) -> None:
+        """Everything is loaded and checked: create the directory, or take up its checkpoint.
+
+        trained: name=(model, optimizer, schedule) for each model that trains. `data.position` is saved with them.
+        """
+        self.data, self.trained = data, trained
+        if self.cfg.resume:
+            self.load_checkpoint()
+        else:
+            on_main_rank_first(self.make_directory)
+            self.save_checkpoint()
+        if rank() == 0:
+            self.drop_later_lines()
+            self.log = self.open_logger() if self.open_logger else None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.note_signal)
+        self.bar = tqdm(total=self.cfg.steps, initial=max(0, self.next_step - 1), desc=self.script, unit="step",
+                        disable=rank() > 0, dynamic_ncols=True)
+
+    def make_directory(self):
+        if self.cfg.overwrite:
+            for name in ("checkpoint", "model", "tensorboard"):
+                shutil.rmtree(self.directory / name, ignore_errors=True)
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                (self.directory / name).unlink(missing_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
+                                cwd=Path(__file__).parent).stdout.strip() if shutil.which("git") else ""
+        (self.directory / "config.json").write_text(json.dumps({
+            "script": self.script, "flags": dataclasses.asdict(self.cfg), "commit": commit or None,
+            "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
+                         "transformers": transformers.__version__, "numpy": np.__version__},
+            "processes": world_size(), "device": str(self.device)}, indent=2) + "\n")
+
+    def note_signal(self, number, frame):
+        """Finish the step first; a second signal ends at once."""
+        self.stop_signal = number
+        signal.signal(number, signal.SIG_DFL)
+        say(f"{signal.Signals(number).name}: stopping after this step")
+
+    def steps(self):
+        """The numbers of the steps still to do, from 1."""
+        for step in range(max(1, self.next_step), self.cfg.steps + 1):
+            self.began = time.perf_counter()
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            yield step
+
+    def timing(self, num_tokens: int) -> dict[str, float]:
+        """Of the step so far: call it before the evaluation."""
+        seconds = time.perf_counter() - self.began
+        memory = torch.cuda.max_memory_allocated() / 2 ** 20 if self.device.type == "cuda" else \
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 20 if sys.platform == "darwin" else 2 ** 10)
+        return {"seconds": seconds, "tokens_per_second": int(num_tokens) / seconds, "peak_memory_mb": memory}
+
+    def optimizer_step(self, model, optimizer, schedule, loss: torch.Tensor) -> dict[str, float]:
+        """Clip, step, advance the rate, clear the gradient. Collective.
+
+        loss: the sum of this rank's micro-batch losses, detached. A non-finite loss or gradient changes nothing and
+        is counted; --max_bad_steps of them in a row end the run. Returns loss, grad_norm (before clipping) and lr.
+        """
+        loss = sum_over_ranks(loss.clone()).item()
+        norm = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None],
+                                              self.cfg.max_grad_norm)
+        norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+        lr = schedule.get_last_lr()[0]
+        if math.isfinite(norm) and math.isfinite(loss):
+            optimizer.step()
+            schedule.step()
+            self.bad_steps = 0
+        else:
+            self.bad_steps += 1
+            say(f"loss {loss}, gradient norm {norm}: update skipped ({self.bad_steps} in a row)")
+        optimizer.zero_grad(set_to_none=True)
+        if self.bad_steps >= self.cfg.max_bad_steps:
+            self.save_checkpoint()
+            raise TrainingFailed(f"{self.bad_steps} updates in a row had a non-finite loss or gradient; saved. Lower "
+                                 "--lr, or look at the data and the reward")
+        return {"loss": loss, "grad_norm": norm, "lr": lr}
+
+    def evaluates(self, step: int) -> bool:
+        return step % self.cfg.eval_every == 0 or step == self.cfg.steps
+
+    def log_samples(self, step: int, problems, rollout: Rollout, rewards, advantages) -> None:
+        """A few completions of the step, in samples.jsonl: the first two of the first four prompts."""
+        if rank() == 0:
+            G = rewards.shape[1]
+            with open(self.directory / "samples.jsonl", "a") as file:
+                for p, problem in enumerate(problems[:4]):
+                    for g in range(min(2, G)):
+                        file.write(json.dumps({
+                            "step": step, "prompt": problem.prompt, "completion": rollout.completions[p * G + g],
+                            "answer": problem.answer, "reward": rewards[p, g].item(),
+                            "advantage": advantages[p, g].item()}) + "\n")
+
+    def end_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the step's line, show it, save where it is time to, and stop where a signal asked for it."""
+        if rank() == 0:
+            with open(self.directory / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": step, **metrics}) + "\n")
+            if self.log:
+                self.log(metrics, step=step)
+            self.bar.update(step > 0)
+            shown = {"reward": "reward", "accuracy": "accuracy", "pair_accuracy": "accuracy", "entropy": "entropy",
+                     "tokens_per_second": "tok/s"}
+            self.bar.set_postfix({short: f"{metrics[name]:.{0 if short == 'tok/s' else 3}f}"
+                                  for name, short in shown.items() if name in metrics})
+        evaluation = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+        if evaluation:
+            say(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in evaluation.items()))
+        self.next_step = step + 1
+        if world_size() > 1:
+            self.stop_signal = max(gather_in_order([self.stop_signal or 0])) or None
+        if step and (self.stop_signal or step % self.cfg.save_every == 0 or step == self.cfg.steps):
+            self.save_checkpoint()
+        if self.stop_signal:
+            say(f"stopped after step {step}; go on with the same command and --resume")
+            sys.exit(128 + self.stop_signal)
+
+    def finish(self, model, tokenizer) -> None:
+        """Write OUTPUT_DIR/model."""
+        save_model(model, tokenizer, self.directory / "model")
+        self.bar.close()
+        say(f"saved {self.directory / 'model'}")
+
+    # checkpoint/step-000020/ holds the sharded tensors (torch.distributed.checkpoint) and state.pt (all the rest)
+
+    def tensors(self) -> dict:
+        """Models and optimizers, in the form that torch.distributed.checkpoint saves and fills in place."""
+        state = {}
+        for name, (model, optimizer, _) in self.trained.items():
+            weights, moments = get_state_dict(model, optimizer)
+            state[name] = {"model": weights, "optimizer": moments}
+        return state
+
+    def save_checkpoint(self) -> None:
+        """Write to a temporary name, flush, rename; only then remove the previous one. Collective."""
+        final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
+        temporary = final.with_suffix(".tmp")
+        state = {"next_step": self.next_step, "position": self.data.position, "bad_steps": self.bad_steps,
+                 "schedules": {name: schedule.state_dict() for name, (_, _, schedule) in self.trained.items()},
+                 "random": random_states()}
+
+        def prepare():
+            for leftover in final.parent.glob("*.tmp"):
+                shutil.rmtree(leftover)
+            temporary.mkdir(parents=True)
+
+        def publish():
+            with open(temporary / "state.pt", "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(temporary, final)
+            for older in self.checkpoints()[:-1]:
+                shutil.rmtree(older)
+        try:
+            on_main_rank_first(prepare)
+            if self.next_step > 0:  # before the first step the optimizer has no state, the model is still --model
+                with quiet_checkpoint():
+                    dcp.save(self.tensors(), checkpoint_id=temporary, no_dist=not dist.is_initialized())
+            on_main_rank_first(publish)
+        except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+            kept = self.checkpoints()
+            raise TrainingFailed(f"cannot save to {final.parent}: {innermost(error)}; "
+                                 + (f"{kept[-1].name} is intact" if kept else "there is no earlier checkpoint")) from error
+
+    def load_checkpoint(self) -> None:
+        """Fill models, optimizers, schedules, data position and random states from the newest checkpoint."""
+        path = self.checkpoints()[-1]
+        try:
+            state = torch.load(path / "state.pt", weights_only=True)
+            if state["next_step"] > 0:
+                tensors = self.tensors()
+                with quiet_checkpoint():
+                    dcp.load(tensors, checkpoint_id=path, no_dist=not dist.is_initialized())
+                for name, (model, optimizer, _) in self.trained.items():
+                    set_state_dict(model, optimizer, model_state_dict=tensors[name]["model"],
+                                   optim_state_dict=tensors[name]["optimizer"])
+            for name, (_, _, schedule) in self.trained.items():
+                schedule.load_state_dict(state["schedules"][name])
+            self.next_step, self.data.position = state["next_step"], state["position"]
+            self.bad_steps = state["bad_steps"]
+            set_random_states(state["random"])
+        except Exception as error:  # damaged files raise anything, from EOFError to UnpicklingError
+            raise UserError(f"--resume: {path} is damaged or of another model: {innermost(error)}") from error
+        if self.next_step > self.cfg.steps:
+            raise UserError(f"--resume: {self.directory} has all its {self.next_step - 1} steps; for more, raise --steps")
+
+    def drop_later_lines(self) -> None:
+        """Lines of steps that will be done again, written after the checkpoint was."""
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            path = self.directory / name
+            if path.exists():
+                lines = [line for line in path.read_text().splitlines() if line.endswith("}")]  # the last may be cut
+                kept = [line for line in lines if json.loads(line)["step"] < self.next_step]
+                temporary = path.with_suffix(".tmp")
+                temporary.write_text("".join(line + "\n" for line in kept))
+                os.replace(temporary, path)
+
+
+def random_states() -> dict:
+    """Python's, NumPy's and torch's; the same on every rank. Reward functions may use any of them."""
+    kind, keys, *rest = np.random.get_state()
+    return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest], "torch": torch.get_rng_state()}
+
+
+def set_random_states(states: dict) -> None:
+    random.setstate(states["python"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+
+
+def innermost(error: BaseException) -> str:
+    """The first line of the error at the bottom of a chain, for a one-line message."""
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+@contextlib.contextmanager
+def quiet_checkpoint():
+    """torch.distributed.checkpoint warns of running in one process, which is meant."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,157 @@
+"""GRPO, Group Relative Policy Optimization (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300):
+
+    maximize  1/N Σ_i 1/|o_i| Σ_t  min(ρ Â, clip(ρ, 1 − ε, 1 + ε) Â) − β·KL(π‖π_ref)         (eq. 3)
+    with      ρ_{i,t} = π(o_{i,t}) / π_old(o_{i,t})       Â_i = (R_i − mean(R)) / std(R) over the G completions of a prompt
+              KL = π_ref/π − log(π_ref/π) − 1             (eq. 4, "k3")
+
+No critic: a completion is judged against the other completions of its prompt.
+
+    python grpo.py                                             # tiny model, additions, CPU, two minutes
+    python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --data gsm8k.jsonl --lr 1e-6 --max_new_tokens 512
+    torchrun --nproc-per-node 8 grpo.py ...                    # the same on eight GPUs
+
+Shapes: P prompts, G completions of each, N = P·G; T padded completion length; B rows of a micro-batch.
+"""
+from dataclasses import dataclass
+
+import torch
+
+import common
+from common import flag, sample, token_logprobs
+
+
+@dataclass
+class Config(common.RunConfig):
+    output_dir: str = flag("runs/grpo", "where config.json, metrics.jsonl, model/ and checkpoint/ go")
+    steps: int = flag(60, "rollout batches")
+    prompts_per_step: int = flag(16, "P: prompts per rollout batch (paper: 16 at a time, 1,024 completions)")
+    group_size: int = flag(16, "G: completions per prompt (paper: 64)")
+    max_new_tokens: int = flag(40, "T: completions are cut here (paper: 1,024)")
+    temperature: float = flag(1.0, "of sampling, and of every log-prob")
+    reward: str = flag("verifier", "verifier, or FILE.py:FUNCTION called with (prompt, completion, row)")
+    format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
+    advantage: str = flag("std", "std: (R − mean)/std, the paper's; mean: R − mean")
+    minibatches: int = flag(1, "optimizer steps per pass over the rollout batch")
+    updates_per_batch: int = flag(1, "μ: passes over the rollout batch (paper: 1)")
+    clip_eps: float = flag(0.2, "ε: the ratio counts within 1 ± ε")
+    kl_coef: float = flag(0.04, "β: weight of the KL to the reference; 0 loads no reference (paper: 0.04)")
+    lr: float = flag(1e-4, "learning rate: 1e-6 for a real model (paper: 1e-6)")
+    warmup_steps: int = flag(0, "updates of linear warm-up")
+    max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
+
+
+def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
+    """rewards [P, G] -> advantages [P, G]: (R − mean) / std within each group, sample std (section 4.1.2).
+
+    Exactly 0 where all rewards of a group are equal, and for a group of one.
+    """
+    centered = rewards - rewards.mean(dim=1, keepdim=True)
+    scaled = centered / (rewards.std(dim=1, keepdim=True) + 1e-6)
+    equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
+    return scaled.masked_fill(equal, 0.0)
+
+
+def token_weights(mask: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    """mask bool [N, T] -> [N, T]: 1 / (num_sequences · |o_i|), the mean over tokens, then over completions.
+
+    num_sequences counts the completions of the whole optimizer step: micro-batches and ranks add up to it.
+    """
+    return mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_sequences
+
+
+def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, weights, clip_eps: float, kl_coef: float):
+    """Σ_{i,t} w · (−min(ρ Â, clip(ρ) Â) + β·k3), eq. 3 and 4. All [B, T] but advantages [B]. -> (loss, stats).
+
+    Gradients flow into `logprobs` alone. Where the weight is 0 nothing else matters, NaN included.
+    ref_logprobs may be None where kl_coef is 0.
+    """
+    active = weights > 0
+    log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
+    advantages = advantages[:, None].where(active, 0.0)
+    ratio = log_ratio.clamp(-20, 20).exp()
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
+    loss = -(weights * torch.min(unclipped, clipped)).sum()
+    stats = {"clip_fraction": common.masked_mean((clipped < unclipped).float(), active)}
+
+    if kl_coef > 0:
+        ref_ratio = (ref_logprobs.detach() - logprobs).where(active, 0.0).clamp(-20, 20)
+        kl = ref_ratio.exp() - ref_ratio - 1  # k3: never negative, unbiased for samples of the policy
+        loss = loss + kl_coef * (weights * kl).sum()
+        stats["kl"] = common.masked_mean(kl, active)
+    return loss, stats
+
+
+def main(cfg: Config) -> None:
+    run = common.Run(cfg)
+    score = common.load_reward(cfg)
+    problems, eval_problems = common.read_train_and_eval(cfg)
+    policy, tokenizer = common.load_policy(cfg, run.device)
+    reference = common.load_reference(cfg, run.device) if cfg.kl_coef > 0 else None
+    optimizer, schedule = common.make_optimizer(policy, cfg)
+    eval_problems = common.encode_prompts(eval_problems, tokenizer, cfg, "--eval_data")
+    data = common.Shuffled(common.encode_prompts(problems, tokenizer, cfg, "--data"), cfg.seed)
+
+    run.start(data, policy=(policy, optimizer, schedule))
+    if run.next_step == 0:
+        run.end_step(0, common.evaluate(policy, tokenizer, eval_problems, score, cfg))
+
+    for step in run.steps():
+        meter = common.Meter()
+
+        # 1. Roll out: G completions of each of P prompts.
+        batch = data.next(cfg.prompts_per_step)
+        rollout = sample(policy, tokenizer, [problem.prompt_ids for problem in batch], cfg.group_size,
+                         cfg.max_new_tokens, cfg.temperature)
+
+        # 2. Score.
+        rewards, correct = score(batch, rollout)  # [P, G] each
+
+        # 3. Advantages, each completion's against its group's.
+        if cfg.advantage == "std":
+            advantages = group_advantages(rewards)  # [P, G]
+        else:
+            advantages = rewards - rewards.mean(dim=1, keepdim=True)
+        common.warn_without_signal(step, advantages)
+
+        # 4. Update: micro-batches add up to the gradient of the whole minibatch; nothing is averaged.
+        minibatches = torch.randperm(len(rollout.mask)).tensor_split(cfg.minibatches)  # row numbers, shuffled
+        # The first minibatch is on-policy: there the old log-probs are the new ones, and need no forward pass.
+        old_logprobs = common.rollout_logprobs(policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)
+        if reference is not None:
+            ref_logprobs = common.rollout_logprobs(reference, rollout, minibatches, cfg.micro_batch_tokens,
+                                                   cfg.temperature)  # [N, T]
+
+        for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):
+            weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T], 0 outside the minibatch
+            weights[minibatch] = token_weights(rollout.mask[minibatch], num_sequences=len(minibatch))
+            total_loss = torch.zeros((), device=run.device)
+            for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):
+                logprobs, entropy = token_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [B, T]
+                if update == 0:
+                    old_logprobs[rows, :T] = logprobs.detach()
+                loss, stats = grpo_loss(
+                    logprobs, old_logprobs[rows, :T], ref_logprobs[rows, :T] if reference is not None else None,
+                    advantages.flatten()[rows], weights[rows, :T], cfg.clip_eps, cfg.kl_coef)
+                loss.backward()
+                total_loss += loss.detach()
+                mask = rollout.mask[rows, :T]
+                meter.add(mask.sum(), entropy=common.masked_mean(entropy, mask), **stats)
+            meter.add(1, **run.optimizer_step(policy, optimizer, schedule, total_loss))
+
+        # 5. Log.
+        metrics = {"reward": rewards.mean().item(), "accuracy": correct.float().mean().item(), **meter.means(),
+                   "completion_length": rollout.lengths.float().mean().item(),
+                   "truncated_fraction": 1 - rollout.finished.float().mean().item(),
+                   **run.timing(rollout.lengths.sum())}
+
+        # 6. Evaluate and save.
+        if run.evaluates(step):
+            run.log_samples(step, batch, rollout, rewards, advantages)
+            metrics |= common.evaluate(policy, tokenizer, eval_problems, score, cfg)
+        run.end_step(step, metrics)
+    run.finish(policy, tokenizer)
+
+
+if __name__ == "__main__":
+    common.launch(main, Config)
