@@ -43,6 +43,7 @@ import weakref
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -88,11 +89,11 @@ class RunConfig:
     system_prompt: str = flag("", "system message for models with a chat template (default: asks for <think>, <answer>)")
     max_prompt_tokens: int = flag(1024, "longer prompts are left out, and counted aloud")
     trust_remote_code: bool = flag(False, "run model code that comes with the checkpoint")
-    output_dir: str = flag("runs/run", "config.json, metrics.jsonl, samples.jsonl, model/ and checkpoint/ go here")
+    output_dir: str = flag("", "metrics.jsonl, model/, checkpoint/ and the rest go here (default: runs/SCRIPT)")
     overwrite: bool = flag(False, "replace the run that OUTPUT_DIR holds")
     resume: bool = flag(False, "go on from OUTPUT_DIR/checkpoint")
     seed: int = flag(0, "seed of data order, sampling and fresh heads")
-    log_to: str = flag("none", "none, tensorboard or wandb, beside metrics.jsonl")
+    log_to: Literal["none", "tensorboard", "wandb"] = flag("none", "a second log, beside metrics.jsonl")
     save_every: int = flag(50, "steps between checkpoints")
     eval_every: int = flag(20, "steps between evaluations; there is one before the first step and one after the last")
     eval_samples: int = flag(1, "k: beside greedy decoding, sample k completions a problem for avg@k and pass@k")
@@ -142,8 +143,6 @@ def parse_config(Config, args: list[str]):
         if not low <= value <= high:  # also catches NaN
             wanted = f"at least {low}" if high == math.inf else f"between {low} and {high}"
             raise UserError(f"--{name} {value}: must be {wanted}")
-    if cfg.log_to not in ("none", "tensorboard", "wandb"):
-        raise UserError(f"--log_to {cfg.log_to}: must be none, tensorboard or wandb")
     if getattr(cfg, "minibatches", 1) > getattr(cfg, "prompts_per_step", 1) * getattr(cfg, "group_size", 1):
         raise UserError(f"--minibatches {cfg.minibatches}: more than the completions of a step")
     return cfg
@@ -720,6 +719,27 @@ def eos_ids(model, tokenizer) -> list[int]:
     return sorted(ids - {None})
 
 
+def join_rollouts(rollouts: list[Rollout], pad_id: int) -> Rollout:
+    """One after the other, padded to the longest prompt and completion among them."""
+    L = max(r.input_ids.shape[1] - r.mask.shape[1] for r in rollouts)
+    T = max(r.mask.shape[1] for r in rollouts)
+
+    def pad(name, value):
+        return torch.cat([F.pad(getattr(r, name), (L + r.mask.shape[1] - r.input_ids.shape[1], T - r.mask.shape[1]),
+                                value=value) for r in rollouts])
+    return Rollout(
+        input_ids=pad("input_ids", pad_id), attention_mask=pad("attention_mask", 0),
+        mask=torch.cat([F.pad(r.mask, (0, T - r.mask.shape[1])) for r in rollouts]),
+        completions=[text for r in rollouts for text in r.completions],
+        finished=torch.cat([r.finished for r in rollouts]))
+
+
+def join_drawn(drawn, pad_id: int):
+    """[(problems, rollout, rewards, correct), ...] -> one of each."""
+    batches, rollouts, rewards, correct = zip(*drawn)
+    return sum(batches, []), join_rollouts(rollouts, pad_id), torch.cat(rewards), torch.cat(correct)
+
+
 @torch.no_grad()
 def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temperature: float = 1.0,
            greedy: bool = False) -> Rollout:
@@ -953,12 +973,12 @@ def head_is_sliceable(model) -> bool:
 
 @torch.no_grad()
 def rollout_logprobs(model, rollout: Rollout, minibatches, max_tokens: int, temperature: float) -> torch.Tensor:
-    """Log-probs [N, T] of the rows of `minibatches` under a model that is not trained here, 0 elsewhere.
+    """Log-probs [N, T] of the rows of `minibatches`, without gradient; 0 elsewhere, and where the model is None.
 
     In the micro-batches of the update, so that in bfloat16 they round alike. Holds only this rank's share.
     """
     out = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
-    for minibatch in minibatches:
+    for minibatch in minibatches if model is not None else []:
         for rows, input_ids, attention_mask, T in micro_batches(rollout, minibatch, max_tokens):
             out[rows, :T] = token_logprobs(model, input_ids, attention_mask, T, temperature)[0]
     return out
@@ -1163,8 +1183,8 @@ class Run:
 
     def __init__(self, cfg):
         """Check the output directory, join the other ranks, seed. Writes nothing yet."""
-        self.cfg, self.directory = cfg, Path(cfg.output_dir)
         self.script = Path(sys.argv[0]).name
+        self.cfg, self.directory = cfg, Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
         self.next_step, self.bad_steps, self.stop_signal, self.saved_step = 0, 0, None, None
         self.check_directory()
         self.open_logger = self.import_logger()
@@ -1318,7 +1338,7 @@ class Run:
                         file.write(json.dumps({
                             "step": step, "prompt": problem.prompt, "completion": rollout.completions[p * G + g],
                             "answer": problem.answer, "reward": rewards[p, g].item(),
-                            "advantage": advantages[p, g].item()}) + "\n")
+                            "advantage": advantages[p * G + g].item()}) + "\n")
 
     def end_step(self, step: int, metrics: dict[str, float]) -> None:
         """Write the step's line, show it, save where it is time to, and stop where a signal asked for it."""

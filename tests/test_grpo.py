@@ -175,7 +175,7 @@ def test_a_whole_run_learns_and_its_model_loads(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [["--minibatches", 4, "--updates_per_batch", 2, "--kl_coef", 0],
-                                   ["--advantage", "mean", "--format_reward", 0.2, "--warmup_steps", 2]])
+                                   ["--no_divide_by_std", "--format_reward", 0.2, "--warmup_steps", 2]])
 def test_flags_that_change_the_loop(tmp_path, flags):
     done = run_script("grpo.py", "--steps", 2, "--prompts_per_step", 4, "--group_size", 4, "--eval_every", 100,
                       "--output_dir", tmp_path / "run", *flags)
