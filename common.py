@@ -122,7 +122,7 @@ def parse_config(Config, args: list[str]):
     parser = HfArgumentParser(Config, allow_abbrev=False)
 
     def error(message):
-        raise UserError(message.replace("argument ", "", 1))
+        raise UserError(re.sub(r"^argument (--\w+)(/--[\w-]+)?", r"\1", message))
     parser.error = error
     if args and Path(args[0]).suffix in (".yaml", ".yml", ".json"):
         try:
@@ -247,6 +247,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
     """The tokenizer of a directory or hub id, with a pad token (EOS where it has none: masks come from positions)."""
     with one_line_errors(f"--model {name}: no tokenizer there"):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    if not tokenizer("1")["input_ids"]:  # transformers makes an empty one where a model lies without a tokenizer
+        raise UserError(f"--model {name}: no tokenizer there")
     if tokenizer.eos_token_id is None:
         raise UserError(f"--model {name}: its tokenizer has no end-of-sequence token, so no completion could end")
     if tokenizer.pad_token_id is None:
@@ -475,7 +477,8 @@ def train_tiny_model(digits: int):
     times in five, and greedy ones about half of the time.
     """
     tokenizer, draw = tiny_tokenizer(), random.Random(0)
-    rows = arithmetic_rows(digits, "train")
+    rows, threads = arithmetic_rows(digits, "train"), torch.get_num_threads()
+    torch.set_num_threads(2)  # sums round by the number of threads: the weights shall not depend on the machine's
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random state alone
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(Qwen2Config(
@@ -497,6 +500,7 @@ def train_tiny_model(digits: int):
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
+    torch.set_num_threads(threads)
     return model, tokenizer
 
 
@@ -509,7 +513,7 @@ def build_tiny_model(data: str) -> str:
     digits = arithmetic_digits(data) if data.split(":")[0] == "arithmetic" else 2
     recipe = [inspect.getsource(part) for part in (arithmetic_rows, worked_answer, tiny_tokenizer, train_tiny_model)]
     recipe += [digits, TINY_VOCABULARY, WARM_START_STEPS, WARM_START_BATCH, WARM_START_LR, CARRY_FORGOTTEN,
-               ANSWER_SLIPPED, torch.__version__, transformers.__version__, torch.get_num_threads()]
+               ANSWER_SLIPPED, torch.__version__, transformers.__version__]
     directory = Path("runs") / f"tiny-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]}"
 
     def build():
@@ -660,11 +664,11 @@ def encode_prompts(problems: list[Problem], tokenizer, cfg, what: str) -> list[P
         if isinstance(problem.prompt, list):
             problem.prompt = text
     kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= cfg.max_prompt_tokens]
+    if not kept:
+        raise UserError(f"{what}: no rows left: all are empty or longer than --max_prompt_tokens {cfg.max_prompt_tokens}")
     if len(kept) < len(problems):
         say(f"{what}: left out {len(problems) - len(kept)} of {len(problems)} prompts that are empty or longer than "
             f"--max_prompt_tokens {cfg.max_prompt_tokens}")
-    if not kept:
-        raise UserError(f"{what}: no rows left")
     return kept
 
 
@@ -1254,7 +1258,10 @@ class Run:
         if self.cfg.resume:
             self.load_checkpoint()
         else:
-            on_main_rank_first(self.make_directory)
+            try:
+                on_main_rank_first(self.make_directory)
+            except OSError as error:
+                raise UserError(f"--output_dir {self.directory}: {error.strerror}") from error
             self.save_checkpoint()
         if rank() == 0:
             self.drop_later_lines()
