@@ -21,6 +21,7 @@ this rank's rows, `micro_batches` deals this rank's share of the update, and gra
 import contextlib
 import dataclasses
 import difflib
+import functools
 import gzip
 import hashlib
 import importlib.util
@@ -45,6 +46,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
+import jinja2
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -641,13 +643,15 @@ def render_prompt(prompt, tokenizer, system_prompt: str) -> tuple[str, bool]:
         messages = system + messages
     if not tokenizer.chat_template:
         return "\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages) + "\n\nAssistant:", False
+    template = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False,
+                                 enable_thinking=True)  # some templates close <think> at once without it
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False), True
-    except Exception as error:  # templates that know no system role say so with an exception of jinja's
-        if messages[0]["role"] != "system":
+        return template(messages), True
+    except jinja2.TemplateError as error:  # some know no system role: then it opens the first message
+        if messages[0]["role"] != "system" or len(messages) == 1:
             raise UserError(f"the chat template refuses a prompt: {error}") from error
         first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
-        return tokenizer.apply_chat_template([first, *messages[2:]], add_generation_prompt=True, tokenize=False), True
+        return template([first, *messages[2:]]), True
 
 
 def encode_prompts(problems: list[Problem], tokenizer, cfg, what: str) -> list[Problem]:
