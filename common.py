@@ -401,10 +401,9 @@ def save_model(model, tokenizer, directory: Path) -> None:
     on_main_rank_first(lambda: write_directory(directory, fill))
 
 
-def write_directory(directory: Path, fill) -> None:
+def write_directory(directory: Path, fill, replace: bool = True) -> None:
     """Fill a temporary directory by `fill(path)`, flush it to disk, and rename it to `directory`."""
-    temporary = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary, old = (directory.with_name(f"{directory.name}.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
     try:
         temporary.mkdir(parents=True)
         fill(temporary)
@@ -412,11 +411,16 @@ def write_directory(directory: Path, fill) -> None:
             if file.is_file():
                 with open(file, "rb") as handle:
                     os.fsync(handle.fileno())
-        shutil.rmtree(directory, ignore_errors=True)
-        os.rename(temporary, directory)
+        if directory.exists() and replace:
+            os.rename(directory, old)
+        if not directory.exists():
+            os.rename(temporary, directory)
     except OSError as error:
+        if not (directory.exists() and not replace):  # another process was first
+            raise TrainingFailed(f"cannot write {directory}: {error.strerror or error}") from error
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f"cannot write {directory}: {error.strerror or error}") from error
+        shutil.rmtree(old, ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------- the built-in model, and its problems
@@ -530,7 +534,7 @@ def build_tiny_model(data: str) -> str:
             def fill(folder):
                 model.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
-            write_directory(directory, fill)
+            write_directory(directory, fill, replace=False)
     on_main_rank_first(build)
     return str(directory)
 
