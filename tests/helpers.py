@@ -1,0 +1,48 @@
+"""Small random models of many architectures, and a way to run a script as a user does."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+import common
+
+ROOT = Path(__file__).parent.parent
+SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             max_position_embeddings=256)
+
+
+def random_model(architecture: str, seed: int = 0, **changes):
+    """A two-layer model of random weights with the tiny model's vocabulary: Qwen2, Llama, Gemma2, GPT2, Mistral, …"""
+    tokenizer = common.tiny_tokenizer()
+    sizes = dict(SIZES)
+    if architecture == "GPT2":
+        sizes = dict(n_embd=32, n_layer=2, n_head=4, n_positions=256)
+    if architecture == "Gemma2":
+        sizes["head_dim"] = 8
+    if architecture == "GPTNeoX":
+        sizes.pop("num_key_value_heads")
+    config_class = getattr(transformers, architecture + "Config")
+    config = config_class(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+                          eos_token_id=tokenizer.eos_token_id, **{**sizes, **changes})
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():  # larger than the usual initialisation, so that greedy choices are not ties
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.3)
+    return model.eval(), tokenizer
+
+
+def run_script(script: str, *flags, cwd=ROOT, processes: int = 0, timeout: float = 240) -> subprocess.CompletedProcess:
+    """Run a script in a process of its own (or several under torchrun), its output captured."""
+    launcher = [sys.executable]
+    if processes:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return subprocess.run([*launcher, str(ROOT / script), *map(str, flags)], cwd=cwd, capture_output=True, text=True,
+                          timeout=timeout)
+
+
+def read_metrics(directory) -> list[dict]:
+    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
