@@ -28,7 +28,7 @@ from common import flag, sample, token_logprobs, token_values
 @dataclass
 class Config(common.RunConfig):
     output_dir: str = flag("runs/ppo", "where config.json, metrics.jsonl, model/ and checkpoint/ go")
-    steps: int = flag(30, "rollout batches")
+    steps: int = flag(20, "rollout batches")
     prompts_per_step: int = flag(256, "N: prompts per rollout batch, a completion each (N+: 512)")
     max_new_tokens: int = flag(40, "T: completions are cut here (N+: 53)")
     temperature: float = flag(1.0, "of sampling, and of every log-prob (N+: 0.7)")
