@@ -21,6 +21,7 @@ this rank's rows, `micro_batches` deals this rank's share of the update, and gra
 import contextlib
 import dataclasses
 import difflib
+import functools
 import gzip
 import hashlib
 import importlib.util
@@ -43,7 +44,9 @@ import weakref
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Literal
 
+import jinja2
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -88,11 +91,11 @@ class RunConfig:
     system_prompt: str = flag("", "system message for models with a chat template (default: asks for <think>, <answer>)")
     max_prompt_tokens: int = flag(1024, "longer prompts are left out, and counted aloud")
     trust_remote_code: bool = flag(False, "run model code that comes with the checkpoint")
-    output_dir: str = flag("runs/run", "config.json, metrics.jsonl, samples.jsonl, model/ and checkpoint/ go here")
+    output_dir: str = flag("", "metrics.jsonl, model/, checkpoint/ and the rest go here (default: runs/SCRIPT)")
     overwrite: bool = flag(False, "replace the run that OUTPUT_DIR holds")
     resume: bool = flag(False, "go on from OUTPUT_DIR/checkpoint")
     seed: int = flag(0, "seed of data order, sampling and fresh heads")
-    log_to: str = flag("none", "none, tensorboard or wandb, beside metrics.jsonl")
+    log_to: Literal["none", "tensorboard", "wandb"] = flag("none", "a second log, beside metrics.jsonl")
     save_every: int = flag(50, "steps between checkpoints")
     eval_every: int = flag(20, "steps between evaluations; there is one before the first step and one after the last")
     eval_samples: int = flag(1, "k: beside greedy decoding, sample k completions a problem for avg@k and pass@k")
@@ -121,7 +124,7 @@ def parse_config(Config, args: list[str]):
     parser = HfArgumentParser(Config, allow_abbrev=False)
 
     def error(message):
-        raise UserError(message.replace("argument ", "", 1))
+        raise UserError(re.sub(r"^argument (--\w+)(/--[\w-]+)?", r"\1", message))
     parser.error = error
     if args and Path(args[0]).suffix in (".yaml", ".yml", ".json"):
         try:
@@ -142,8 +145,6 @@ def parse_config(Config, args: list[str]):
         if not low <= value <= high:  # also catches NaN
             wanted = f"at least {low}" if high == math.inf else f"between {low} and {high}"
             raise UserError(f"--{name} {value}: must be {wanted}")
-    if cfg.log_to not in ("none", "tensorboard", "wandb"):
-        raise UserError(f"--log_to {cfg.log_to}: must be none, tensorboard or wandb")
     if getattr(cfg, "minibatches", 1) > getattr(cfg, "prompts_per_step", 1) * getattr(cfg, "group_size", 1):
         raise UserError(f"--minibatches {cfg.minibatches}: more than the completions of a step")
     return cfg
@@ -248,6 +249,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
     """The tokenizer of a directory or hub id, with a pad token (EOS where it has none: masks come from positions)."""
     with one_line_errors(f"--model {name}: no tokenizer there"):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    if not tokenizer("1")["input_ids"]:  # transformers makes an empty one where a model lies without a tokenizer
+        raise UserError(f"--model {name}: no tokenizer there")
     if tokenizer.eos_token_id is None:
         raise UserError(f"--model {name}: its tokenizer has no end-of-sequence token, so no completion could end")
     if tokenizer.pad_token_id is None:
@@ -496,7 +499,8 @@ def train_tiny_model(digits: int):
     times in five, and greedy ones about half of the time.
     """
     tokenizer, draw = tiny_tokenizer(), random.Random(0)
-    rows = arithmetic_rows(digits, "train")
+    rows, threads = arithmetic_rows(digits, "train"), torch.get_num_threads()
+    torch.set_num_threads(2)  # sums round by the number of threads: the weights shall not depend on the machine's
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random state alone
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(Qwen2Config(
@@ -518,6 +522,7 @@ def train_tiny_model(digits: int):
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
+    torch.set_num_threads(threads)
     return model, tokenizer
 
 
@@ -530,7 +535,7 @@ def build_tiny_model(data: str) -> str:
     digits = arithmetic_digits(data) if data.split(":")[0] == "arithmetic" else 2
     recipe = [inspect.getsource(part) for part in (arithmetic_rows, worked_answer, tiny_tokenizer, train_tiny_model)]
     recipe += [digits, TINY_VOCABULARY, WARM_START_STEPS, WARM_START_BATCH, WARM_START_LR, CARRY_FORGOTTEN,
-               ANSWER_SLIPPED, torch.__version__, transformers.__version__, torch.get_num_threads()]
+               ANSWER_SLIPPED, torch.__version__, transformers.__version__]
     directory = Path("runs") / f"tiny-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]}"
 
     def build():
@@ -662,13 +667,15 @@ def render_prompt(prompt, tokenizer, system_prompt: str) -> tuple[str, bool]:
         messages = system + messages
     if not tokenizer.chat_template:
         return "\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages) + "\n\nAssistant:", False
+    template = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False,
+                                 enable_thinking=True)  # some templates close <think> at once without it
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False), True
-    except Exception as error:  # templates that know no system role say so with an exception of jinja's
-        if messages[0]["role"] != "system":
+        return template(messages), True
+    except jinja2.TemplateError as error:  # some know no system role: then it opens the first message
+        if messages[0]["role"] != "system" or len(messages) == 1:
             raise UserError(f"the chat template refuses a prompt: {error}") from error
         first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
-        return tokenizer.apply_chat_template([first, *messages[2:]], add_generation_prompt=True, tokenize=False), True
+        return template([first, *messages[2:]]), True
 
 
 def encode_prompts(problems: list[Problem], tokenizer, cfg, what: str) -> list[Problem]:
@@ -685,11 +692,11 @@ def encode_prompts(problems: list[Problem], tokenizer, cfg, what: str) -> list[P
         if isinstance(problem.prompt, list):
             problem.prompt = text
     kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= cfg.max_prompt_tokens]
+    if not kept:
+        raise UserError(f"{what}: no rows left: all are empty or longer than --max_prompt_tokens {cfg.max_prompt_tokens}")
     if len(kept) < len(problems):
         say(f"{what}: left out {len(problems) - len(kept)} of {len(problems)} prompts that are empty or longer than "
             f"--max_prompt_tokens {cfg.max_prompt_tokens}")
-    if not kept:
-        raise UserError(f"{what}: no rows left")
     return kept
 
 
@@ -742,6 +749,27 @@ def eos_ids(model, tokenizer) -> list[int]:
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids.update(configured if isinstance(configured, (list, tuple)) else [configured])
     return sorted(ids - {None})
+
+
+def join_rollouts(rollouts: list[Rollout], pad_id: int) -> Rollout:
+    """One after the other, padded to the longest prompt and completion among them."""
+    L = max(r.input_ids.shape[1] - r.mask.shape[1] for r in rollouts)
+    T = max(r.mask.shape[1] for r in rollouts)
+
+    def pad(name, value):
+        return torch.cat([F.pad(getattr(r, name), (L + r.mask.shape[1] - r.input_ids.shape[1], T - r.mask.shape[1]),
+                                value=value) for r in rollouts])
+    return Rollout(
+        input_ids=pad("input_ids", pad_id), attention_mask=pad("attention_mask", 0),
+        mask=torch.cat([F.pad(r.mask, (0, T - r.mask.shape[1])) for r in rollouts]),
+        completions=[text for r in rollouts for text in r.completions],
+        finished=torch.cat([r.finished for r in rollouts]))
+
+
+def join_drawn(drawn, pad_id: int):
+    """[(problems, rollout, rewards, correct), ...] -> one of each."""
+    batches, rollouts, rewards, correct = zip(*drawn)
+    return sum(batches, []), join_rollouts(rollouts, pad_id), torch.cat(rewards), torch.cat(correct)
 
 
 @torch.no_grad()
@@ -1002,12 +1030,12 @@ def rollout_values(model, rollout: Rollout, minibatches, max_tokens: int) -> tor
 
 @torch.no_grad()
 def rollout_logprobs(model, rollout: Rollout, minibatches, max_tokens: int, temperature: float) -> torch.Tensor:
-    """Log-probs [N, T] of the rows of `minibatches` under a model that is not trained here, 0 elsewhere.
+    """Log-probs [N, T] of the rows of `minibatches`, without gradient; 0 elsewhere, and where the model is None.
 
     In the micro-batches of the update, so that in bfloat16 they round alike. Holds only this rank's share.
     """
     out = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
-    for minibatch in minibatches:
+    for minibatch in minibatches if model is not None else []:
         for rows, input_ids, attention_mask, T in micro_batches(rollout, minibatch, max_tokens):
             out[rows, :T] = token_logprobs(model, input_ids, attention_mask, T, temperature)[0]
     return out
@@ -1291,8 +1319,8 @@ class Run:
 
     def __init__(self, cfg):
         """Check the output directory, join the other ranks, seed. Writes nothing yet."""
-        self.cfg, self.directory = cfg, Path(cfg.output_dir)
         self.script = Path(sys.argv[0]).name
+        self.cfg, self.directory = cfg, Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
         self.next_step, self.bad_steps, self.stop_signal, self.saved_step = 0, 0, None, None
         self.extra = {}  # numbers that a script keeps across --resume: set them before `start`
         self.check_directory()
@@ -1363,7 +1391,10 @@ class Run:
         if self.cfg.resume:
             self.load_checkpoint()
         else:
-            on_main_rank_first(self.make_directory)
+            try:
+                on_main_rank_first(self.make_directory)
+            except OSError as error:
+                raise UserError(f"--output_dir {self.directory}: {error.strerror}") from error
             self.save_checkpoint()
         if rank() == 0:
             self.drop_later_lines()
@@ -1447,7 +1478,7 @@ class Run:
                         file.write(json.dumps({
                             "step": step, "prompt": problem.prompt, "completion": rollout.completions[p * G + g],
                             "answer": problem.answer, "reward": rewards[p, g].item(),
-                            "advantage": advantages[p, g].item()}) + "\n")
+                            "advantage": advantages[p * G + g].item()}) + "\n")
 
     def end_step(self, step: int, metrics: dict[str, float]) -> None:
         """Write the step's line, show it, save where it is time to, and stop where a signal asked for it."""

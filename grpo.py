@@ -6,9 +6,7 @@
 
 No critic: a completion is judged against the other completions of its prompt.
 
-    python grpo.py                                             # tiny model, additions, CPU, two minutes
-    python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --data gsm8k.jsonl --lr 1e-6 --max_new_tokens 512
-    torchrun --nproc-per-node 8 grpo.py ...                    # the same on eight GPUs
+Without flags: the tiny model learns additions on a CPU, in two minutes. README.md: real models, data, many GPUs.
 
 Shapes: P prompts, G completions of each, N = P·G; T padded completion length; B rows of a micro-batch.
 """
@@ -22,7 +20,6 @@ from common import flag, sample, token_logprobs
 
 @dataclass
 class Config(common.RunConfig):
-    output_dir: str = flag("runs/grpo", "where config.json, metrics.jsonl, model/ and checkpoint/ go")
     steps: int = flag(60, "rollout batches")
     prompts_per_step: int = flag(16, "P: prompts per rollout batch (paper: 16 at a time, 1,024 completions)")
     group_size: int = flag(16, "G: completions per prompt (paper: 64)")
@@ -30,7 +27,7 @@ class Config(common.RunConfig):
     temperature: float = flag(1.0, "of sampling, and of every log-prob")
     reward: str = flag("verifier", "verifier, or FILE.py:FUNCTION called with (prompt, completion, row)")
     format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
-    advantage: str = flag("std", "std: (R − mean)/std, the paper's; mean: R − mean")
+    divide_by_std: bool = flag(True, "advantage (R − mean)/std, the paper's; --no_divide_by_std: R − mean")
     minibatches: int = flag(1, "optimizer steps per pass over the rollout batch")
     updates_per_batch: int = flag(1, "μ: passes over the rollout batch (paper: 1)")
     clip_eps: float = flag(0.2, "ε: the ratio counts within 1 ± ε")
@@ -40,30 +37,30 @@ class Config(common.RunConfig):
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
 
 
-def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """rewards [P, G] -> advantages [P, G]: (R − mean) / std within each group, sample std (section 4.1.2).
+def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch.Tensor:
+    """rewards [P, G] -> advantages [P, G], each completion against its group.
 
     Exactly 0 where all rewards of a group are equal, and for a group of one.
     """
-    centered = rewards - rewards.mean(dim=1, keepdim=True)
-    scaled = centered / (rewards.std(dim=1, keepdim=True) + 1e-6)
+    advantages = rewards - rewards.mean(dim=1, keepdim=True)
+    if divide_by_std:  # the sample's, n − 1 (section 4.1.2)
+        advantages = advantages / (rewards.std(dim=1, keepdim=True, correction=min(1, rewards.shape[1] - 1)) + 1e-6)
     equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
-    return scaled.masked_fill(equal, 0.0)
+    return advantages.masked_fill(equal, 0.0)
 
 
 def token_weights(mask: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """mask bool [N, T] -> [N, T]: 1 / (num_sequences · |o_i|), the mean over tokens, then over completions.
+    """mask bool [N, T] -> [N, T], each token's weight in the loss; 0 outside the mask.
 
     num_sequences counts the completions of the whole optimizer step: micro-batches and ranks add up to it.
     """
-    return mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_sequences
+    return mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_sequences  # 1 / (|o_i|·N)
 
 
 def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, weights, clip_eps: float, kl_coef: float):
     """Σ_{i,t} w · (−min(ρ Â, clip(ρ) Â) + β·k3), eq. 3 and 4. All [B, T] but advantages [B]. -> (loss, stats).
 
     Gradients flow into `logprobs` alone. Where the weight is 0 nothing else matters, NaN included.
-    ref_logprobs may be None where kl_coef is 0.
     """
     active = weights > 0
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
@@ -73,8 +70,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, weights, clip_ep
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
     loss = -(weights * torch.min(unclipped, clipped)).sum()
     stats = {"clip_fraction": common.masked_mean((clipped < unclipped).float(), active)}
-
-    if kl_coef > 0:
+    if kl_coef > 0:  # ref_logprobs may be None where it is 0
         ref_ratio = (ref_logprobs.detach() - logprobs).where(active, 0.0).clamp(-20, 20)
         kl = ref_ratio.exp() - ref_ratio - 1  # k3: never negative, unbiased for samples of the policy
         loss = loss + kl_coef * (weights * kl).sum()
@@ -107,32 +103,27 @@ def main(cfg: Config) -> None:
         # 2. Score.
         rewards, correct = score(batch, rollout)  # [P, G] each
 
-        # 3. Advantages, each completion's against its group's.
-        if cfg.advantage == "std":
-            advantages = group_advantages(rewards)  # [P, G]
-        else:
-            advantages = rewards - rewards.mean(dim=1, keepdim=True)
+        # 3. Advantages: each completion's reward against its group's.
+        advantages = group_advantages(rewards, cfg.divide_by_std).flatten()  # [N]
         common.warn_without_signal(step, advantages)
 
         # 4. Update: micro-batches add up to the gradient of the whole minibatch; nothing is averaged.
-        minibatches = torch.randperm(len(rollout.mask)).tensor_split(cfg.minibatches)  # row numbers, shuffled
+        minibatches = torch.randperm(len(advantages)).tensor_split(cfg.minibatches)  # row numbers, shuffled
         # The first minibatch is on-policy: there the old log-probs are the new ones, and need no forward pass.
         old_logprobs = common.rollout_logprobs(policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)
-        if reference is not None:
-            ref_logprobs = common.rollout_logprobs(reference, rollout, minibatches, cfg.micro_batch_tokens,
-                                                   cfg.temperature)  # [N, T]
+        ref_logprobs = common.rollout_logprobs(reference, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)
 
         for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):
             weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T], 0 outside the minibatch
-            weights[minibatch] = token_weights(rollout.mask[minibatch], num_sequences=len(minibatch))
+            weights[minibatch] = token_weights(rollout.mask[minibatch], len(minibatch))
             total_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):
                 logprobs, entropy = token_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [B, T]
                 if update == 0:
                     old_logprobs[rows, :T] = logprobs.detach()
                 loss, stats = grpo_loss(
-                    logprobs, old_logprobs[rows, :T], ref_logprobs[rows, :T] if reference is not None else None,
-                    advantages.flatten()[rows], weights[rows, :T], cfg.clip_eps, cfg.kl_coef)
+                    logprobs, old_logprobs[rows, :T], ref_logprobs[rows, :T],
+                    advantages[rows], weights[rows, :T], cfg.clip_eps, cfg.kl_coef)
                 loss.backward()
                 total_loss += loss.detach()
                 mask = rollout.mask[rows, :T]
@@ -140,10 +131,11 @@ def main(cfg: Config) -> None:
             meter.add(1, **run.optimizer_step(policy, optimizer, schedule, total_loss))
 
         # 5. Log.
-        metrics = {"reward": rewards.mean().item(), "accuracy": correct.float().mean().item(), **meter.means(),
-                   "completion_length": rollout.lengths.float().mean().item(),
-                   "truncated_fraction": 1 - rollout.finished.float().mean().item(),
-                   **run.timing(rollout.lengths.sum())}
+        metrics = {
+            "reward": rewards.mean().item(), "accuracy": correct.float().mean().item(), **meter.means(),
+            "completion_length": rollout.lengths.float().mean().item(),
+            "truncated_fraction": 1 - rollout.finished.float().mean().item(),
+            **run.timing(rollout.lengths.sum())}
 
         # 6. Evaluate and save.
         if run.evaluates(step):

@@ -1,0 +1,326 @@
+"""common.py against definitions: a vocabulary of a few tokens can be summed over, a padded row must score as alone."""
+import gzip
+import json
+import math
+
+import pytest
+import torch
+
+import common
+from helpers import random_model
+
+ARCHITECTURES = ["Qwen2", "Llama", "Gemma2", "GPT2", "Mistral", "Cohere", "Granite", "Phi", "GPTNeoX", "Qwen3"]
+PROMPTS = ["12+34=?", "7+8=?", "1"]  # three lengths: two of them are left-padded
+
+
+def batch_of_three(tokenizer):
+    return common.collate([tokenizer.encode(text) for text in PROMPTS],
+                          [tokenizer.encode(text) + [tokenizer.eos_token_id] for text in ("46", "1+5=6,15", "2")],
+                          tokenizer.pad_token_id)
+
+
+# ----------------------------------------------------------------------------------------------------- log-probs
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logprobs_and_entropy_are_those_of_each_row_alone(architecture):
+    """log π(token) and Σ −p log p, from the model's own logits on the row without any padding."""
+    model, tokenizer = random_model(architecture)
+    if architecture == "Gemma2":
+        model.config.final_logit_softcapping = 2.0  # low, so that a missing soft cap would show
+    input_ids, attention_mask, mask = batch_of_three(tokenizer)
+    T, temperature = mask.shape[1], 0.7
+    logprobs, entropy = common.token_logprobs(model, input_ids, attention_mask, T, temperature)
+    assert common.head_is_sliceable(model)
+    for row in range(3):
+        ids = input_ids[row][attention_mask[row].bool()]
+        n = int(mask[row].sum())
+        expected = (model(ids[None]).logits[0] / temperature).log_softmax(-1)[-n - 1:-1]
+        torch.testing.assert_close(logprobs[row, :n], expected.gather(1, ids[-n:, None])[:, 0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(entropy[row, :n], -(expected.exp() * expected).sum(-1), rtol=1e-4, atol=1e-5)
+        assert (logprobs[row, n:] == 0).all() and (entropy[row, n:] == 0).all()
+
+
+@pytest.mark.parametrize("changes", [{"logit_scale": 0.25}, {"logits_scaling": 4.0}, {}])
+def test_a_scaled_or_biased_head_is_exact(changes):
+    """Cohere multiplies, Granite divides, Phi has a bias."""
+    architecture = {"logit_scale": "Cohere", "logits_scaling": "Granite"}.get(next(iter(changes), None), "Phi")
+    model, tokenizer = random_model(architecture, **changes)
+    if not changes:
+        model.lm_head.bias.data.normal_()
+    input_ids, attention_mask, mask = batch_of_three(tokenizer)
+    sliced = common.sliced_logprobs(model, input_ids, attention_mask, mask.shape[1], 1.0)
+    full = common.unsliced_logprobs(model, input_ids, attention_mask, mask.shape[1], 1.0)
+    torch.testing.assert_close(sliced, full, rtol=1e-4, atol=1e-5)
+
+
+def test_an_unknown_head_falls_back_to_full_logits_with_one_warning(recwarn):
+    """A head that `head_logits` does not know: here logits + position. Values stay those of the model."""
+    model, tokenizer = random_model("Qwen2")
+    plain = type(model).forward
+
+    class Odd(type(model)):
+        def forward(self, *args, **kwargs):
+            out = plain(self, *args, **kwargs)
+            out.logits = out.logits * torch.linspace(1, 2, out.logits.shape[-1])
+            return out
+    model.__class__ = Odd
+    input_ids, attention_mask, mask = batch_of_three(tokenizer)
+    for _ in range(2):
+        logprobs, _ = common.token_logprobs(model, input_ids, attention_mask, mask.shape[1])
+    assert sum("all logits at once" in str(w.message) for w in recwarn.list) == 1
+    n = int(mask[0].sum())
+    expected = model(input_ids[:1]).logits[0].log_softmax(-1)[-mask.shape[1] - 1:-1][:n]
+    torch.testing.assert_close(logprobs[0, :n], expected.gather(1, input_ids[0, -mask.shape[1]:][:n, None])[:, 0],
+                               rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_is_that_of_full_logits_for_any_slice_size(monkeypatch):
+    model, tokenizer = random_model("Qwen2")
+    input_ids, attention_mask, mask = batch_of_three(tokenizer)
+    coefficients = torch.randn(mask.shape)
+
+    def gradient(function):
+        model.zero_grad()
+        logprobs, entropy = function(model, input_ids, attention_mask, mask.shape[1], 0.9)
+        ((logprobs * coefficients).sum() + entropy.square().sum()).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    expected = gradient(common.unsliced_logprobs)
+    for logits_at_a_time in (1, 5 * len(tokenizer), 2 ** 25):  # one token, five, all
+        monkeypatch.setattr(common, "HEAD_SLICE", logits_at_a_time)
+        torch.testing.assert_close(gradient(common.sliced_logprobs), expected, rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------- micro-batches
+
+@pytest.mark.parametrize("max_tokens", [1, 30, 64, 10_000])
+def test_micro_batches_deal_every_row_once_and_keep_blocks_together(max_tokens):
+    model, tokenizer = random_model("Qwen2")
+    rollout = common.sample(model, tokenizer, PROMPTS, 4, 12)
+    seen = []
+    for rows, input_ids, attention_mask, T in common.micro_batches(rollout, [[i, i + 1] for i in range(0, 12, 2)],
+                                                                   max_tokens):
+        assert rows[::2].tolist() == (rows[1::2] - 1).tolist()
+        assert input_ids.numel() <= max_tokens or len(rows) == 2
+        assert attention_mask.sum() == rollout.attention_mask[rows].sum()  # trimming cut only padding
+        assert T == rollout.lengths[rows].max() and attention_mask[:, 0].any()
+        seen += rows.tolist()
+    assert sorted(seen) == list(range(12))
+
+
+@pytest.mark.parametrize("ranks, blocks", [(2, 5), (3, 4), (4, 2)])
+def test_every_rank_gets_the_same_number_of_micro_batches(monkeypatch, ranks, blocks):
+    """FSDP waits for all ranks: with fewer rows than ranks, one runs a row with T = 0, which adds nothing."""
+    model, tokenizer = random_model("Qwen2")
+    rollout = common.sample(model, tokenizer, PROMPTS, 2, 6)
+    monkeypatch.setattr(common, "world_size", lambda: ranks)
+    dealt = []
+    for r in range(ranks):
+        monkeypatch.setattr(common, "rank", lambda: r)
+        dealt.append(list(common.micro_batches(rollout, list(range(blocks)), 10_000)))
+    assert len({len(share) for share in dealt}) == 1
+    assert sorted(row for share in dealt for rows, *_, T in share if T for row in rows.tolist()) == list(range(blocks))
+    for share in dealt:
+        for rows, input_ids, attention_mask, T in share:
+            logprobs, _ = common.token_logprobs(model, input_ids, attention_mask, T)
+            assert logprobs.shape == (len(rows), T)
+            logprobs.sum().backward()  # works for T = 0 too
+
+
+# ------------------------------------------------------------------------------------------------------ sampling
+
+@pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "Gemma2", "GPT2", "Mistral", "Qwen3"])
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 6}])
+def test_greedy_output_is_that_of_generate(architecture, changes):
+    if changes and architecture not in ("Gemma2", "Mistral"):
+        pytest.skip("no sliding window")
+    model, tokenizer = random_model(architecture, **changes)
+    rollout = common.sample(model, tokenizer, PROMPTS, 2, 24, greedy=True)
+    inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
+    expected = model.generate(**inputs, do_sample=False, max_new_tokens=24)
+    T = expected.shape[1] - inputs["input_ids"].shape[1]
+    assert rollout.mask.shape[1] == T
+    for p in range(3):
+        for g in range(2):
+            assert rollout.input_ids[2 * p + g].tolist() == expected[p].tolist()
+
+
+def test_sampled_frequencies_are_the_tempered_softmax():
+    """Chi-square of 20,000 first tokens against softmax(logits / T): 26 tokens, so 25 degrees of freedom.
+
+    The bound 60 is exceeded by chance once in 10,000 runs; the seed is fixed, so a pass stays a pass. Top-k, top-p
+    and a penalty in the generation config must not matter.
+    """
+    model, tokenizer = random_model("Qwen2")
+    model.generation_config.update(do_sample=True, top_k=2, top_p=0.5, repetition_penalty=5.0, temperature=0.1)
+    torch.manual_seed(1)
+    N, temperature = 20_000, 1.7
+    rollout = common.sample(model, tokenizer, ["1+1=?"], N, 1, temperature)
+    ids = torch.tensor([tokenizer.encode("1+1=?")])
+    expected = (model(ids).logits[0, -1] / temperature).softmax(-1).double() * N
+    observed = torch.bincount(rollout.input_ids[:, -1], minlength=len(tokenizer)).double()
+    assert (((observed - expected) ** 2 / expected).sum()) < 60
+
+
+def test_sampled_sequences_have_the_models_probability():
+    """Two tokens deep: frequency of each (first, second) pair against the product of the two softmaxes."""
+    model, tokenizer = random_model("Qwen2")
+    torch.manual_seed(2)
+    N = 20_000
+    rollout = common.sample(model, tokenizer, ["1+1=?"], N, 2)
+    logprobs, _ = common.token_logprobs(model, rollout.input_ids, rollout.attention_mask, rollout.mask.shape[1])
+    first, second = rollout.input_ids[:, -2:].unbind(1)
+    pairs = first * 100 + second
+    for pair in pairs.unique()[:40]:
+        rows = (pairs == pair).nonzero()[:, 0]
+        p = logprobs[rows[0]].sum().exp().item()
+        assert abs(len(rows) - N * p) < 5 * math.sqrt(N * p) + 1
+
+
+def test_rare_tokens_keep_their_share():
+    """100,000 tokens of probability 5e-9 together have 5e-4: in float32 steps of 6e-8 most of them would be lost."""
+    logits = torch.full((1, 100_001), math.log(5e-9))
+    logits[0, 0] = math.log(1 - 5e-4)
+    uniforms = 1 - 5e-4 * (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000  # a grid over the tail
+    tokens = common.pick_tokens(logits.expand(1000, -1), uniforms, 1.0)
+    assert len(tokens.unique()) == 1000
+    assert common.pick_tokens(logits, torch.zeros(1, dtype=torch.float64), 1.0).item() == 0
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]])
+    for u in (0.0, 0.25, 0.5, 0.75, 1 - 1e-16):
+        assert common.pick_tokens(logits, torch.tensor([u], dtype=torch.float64), 1.0).item() in (1, 3)
+
+
+def test_the_rollouts_parts_agree():
+    model, tokenizer = random_model("Qwen2")
+    rollout = common.sample(model, tokenizer, PROMPTS, 8, 30)
+    T = rollout.mask.shape[1]
+    ids, lengths = rollout.input_ids[:, -T:], rollout.lengths
+    assert lengths.max() == T and (lengths >= 1).all() and rollout.finished.any()
+    for row in range(24):
+        n = int(lengths[row])
+        completion = ids[row, :n].tolist()
+        assert tokenizer.eos_token_id not in completion[:-1]
+        assert (completion[-1] == tokenizer.eos_token_id) == bool(rollout.finished[row]) or n == 30
+        assert rollout.mask[row].tolist() == [True] * n + [False] * (T - n)  # the EOS is in the mask
+        assert rollout.completions[row] == tokenizer.decode(completion, skip_special_tokens=True)
+        real = rollout.input_ids[row][rollout.attention_mask[row].bool()].tolist()
+        assert real == tokenizer.encode(PROMPTS[row // 8]) + completion
+    by_ids = common.sample(model, tokenizer, [tokenizer.encode(p) for p in PROMPTS], 1, 5, greedy=True)
+    assert torch.equal(by_ids.input_ids, common.sample(model, tokenizer, PROMPTS, 1, 5, greedy=True).input_ids)
+
+
+def test_what_is_sampled_does_not_depend_on_how_many_rows_fit(monkeypatch):
+    model, tokenizer = random_model("Qwen2")
+
+    def draw(rows_at_a_time):
+        monkeypatch.setattr(common, "rows_that_fit", lambda model, length: rows_at_a_time)
+        torch.manual_seed(3)
+        return common.sample(model, tokenizer, PROMPTS, 5, 20).input_ids
+
+    assert torch.equal(draw(1), draw(100)) and torch.equal(draw(4), draw(100))  # 4 cuts through groups of 5
+
+
+def test_several_eos_ids_all_end_a_completion():
+    model, tokenizer = random_model("Qwen2")
+    other_end = tokenizer.convert_tokens_to_ids("7")
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, other_end]
+    torch.manual_seed(0)
+    rollout = common.sample(model, tokenizer, ["1+1=?"], 64, 30)
+    last = rollout.input_ids[:, -rollout.mask.shape[1]:].gather(1, rollout.lengths[:, None] - 1)[:, 0]
+    assert set(last[rollout.finished].tolist()) == {tokenizer.eos_token_id, other_end}
+
+
+# ---------------------------------------------------------------------------------------------------------- data
+
+def test_arithmetic_splits_share_no_problem_and_do_not_change():
+    for digits in (1, 2, 3):
+        train, held_out = (common.arithmetic_rows(digits, split) for split in ("train", "eval"))
+        unordered = [{tuple(sorted(row["prompt"][:-2].split("+"))) for row in rows} for rows in (train, held_out)]
+        assert not unordered[0] & unordered[1] and unordered[1]
+        assert all(eval(row["prompt"][:-2]) == int(row["answer"]) for row in train[:50])
+        assert train == common.arithmetic_rows(digits, "train")
+    assert len(common.arithmetic_rows(2, "train")) > 7_000
+
+
+def test_worked_answers_add_up_and_err_as_told():
+    import random
+    draw = random.Random(0)
+    assert common.worked_answer("12+34=?", draw, 0, 0) == "<think>2+4=6,1+3+0=4</think><answer>46</answer>"
+    assert common.worked_answer("57+68=?", draw, 0, 0) == "<think>7+8=15,5+6+1=12</think><answer>125</answer>"
+    assert common.worked_answer("57+68=?", draw, 1, 0) == "<think>7+8=15,5+6+0=11</think><answer>115</answer>"
+    slipped = common.worked_answer("12+34=?", draw, 0, 1)
+    assert slipped.startswith("<think>2+4=6,1+3+0=4</think>") and "<answer>46<" not in slipped
+
+
+def test_shuffled_visits_every_item_once_a_pass_and_resumes_anywhere():
+    items = list(range(10))
+    whole = common.Shuffled(items, seed=1)
+    drawn = [whole.next(3) for _ in range(10)]
+    flat = sum(drawn, [])
+    assert sorted(flat[:10]) == sorted(flat[10:20]) == sorted(flat[20:30]) == items and flat[:10] != flat[10:20]
+    resumed = common.Shuffled(items, seed=1)
+    resumed.position = 12
+    assert [resumed.next(3) for _ in range(6)] == drawn[4:]
+
+
+def test_prompts_and_answers_are_found_under_their_usual_names(tmp_path):
+    rows = [{"question": "2+2?", "answer": "It is\n#### 4"}, {"problem": "x", "solution": "so \\boxed{\\frac{1}{2}}"},
+            {"prompt": "y", "answer": 7}, {"prompt": [{"role": "user", "content": "hi"}], "answer": "z"}]
+    path = tmp_path / "data.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.write("\n\n".join(json.dumps(row) for row in rows))
+    assert [problem.answer for problem in common.read_problems(str(path))] == ["4", "\\frac{1}{2}", "7", "z"]
+
+
+@pytest.mark.parametrize("content, message", [
+    (None, "No such file"), ("", "no rows"), ('{"prompt": "a", "answer": "1"}\n{"prompt": "b', "line 2: not JSON"),
+    ("[1, 2]", "line 1: want a JSON object"), ('{"prompt": "a"}', "line 1: no answer"),
+    ('{"prompt": "a", "answer": ["1"]}', "line 1: the answer must be"), ('{"prompt": 3, "answer": "1"}', "line 1: want a prompt"),
+    ('{"answer": "1"}', "line 1: want a prompt"), ("\xff\xfe", "not JSON")])
+def test_broken_data_is_one_line_that_names_the_place(tmp_path, content, message):
+    path = tmp_path / "rows.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(common.UserError, match="rows.jsonl.*" + message):
+        common.read_problems(str(path))
+
+
+def test_a_chat_template_is_applied_once_and_bos_is_not_doubled():
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<eos>{{ m['content'] }}{% endfor %}<eos>"
+    text, templated = common.render_prompt("1+1=?", tokenizer, "2")
+    assert templated and text == "<eos>2<eos>1+1=?<eos>"
+    assert common.render_prompt(text, tokenizer, "2") == (text, False)  # it is templated already
+    assert common.render_prompt([{"role": "system", "content": "3"}, {"role": "user", "content": "4"}], tokenizer,
+                                "2")[0] == "<eos>3<eos>4<eos>"
+
+    from tokenizers import processors
+    with_bos = common.tiny_tokenizer()
+    with_bos.bos_token = "<eos>"
+    eos = with_bos.eos_token_id
+    with_bos._tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", eos)])
+    assert common.encode(with_bos, "1")[0] == eos and common.encode(with_bos, "<eos>1") == common.encode(with_bos, "1")
+
+
+# ------------------------------------------------------------------------------------------ evaluation, machinery
+
+def test_pass_at_k():
+    """Of 4 samples 1 right: two drawn miss it with chance 3/4 · 2/3 = 1/2."""
+    assert common.pass_at_k(4, 1, 2) == 0.5
+    assert common.pass_at_k(4, 0, 4) == 0.0 and common.pass_at_k(4, 1, 4) == 1.0 and common.pass_at_k(5, 5, 1) == 1.0
+
+
+def test_meter_weights_its_means():
+    meter = common.Meter()
+    meter.add(3, entropy=1.0)
+    meter.add(torch.tensor(1), entropy=torch.tensor(5.0))
+    meter.add(0, entropy=100.0)
+    assert meter.means() == {"entropy": 2.0}
+
+
+def test_masked_mean_ignores_what_is_masked():
+    assert common.masked_mean(torch.tensor([1.0, 3.0, math.nan]), torch.tensor([True, True, False])) == 2.0
+    assert common.masked_mean(torch.tensor([math.nan]), torch.tensor([False])) == 0.0

@@ -1,0 +1,186 @@
+"""DAPO's four techniques by hand, dynamic sampling against a fake sampler, and the diff to grpo.py."""
+import math
+import subprocess
+
+import pytest
+import torch
+
+import common
+import dapo
+import grpo
+from helpers import ROOT, random_model, read_metrics, run_script
+
+
+def test_the_diff_to_grpo_is_the_papers_list_of_changes():
+    diff = subprocess.run(["diff", "grpo.py", "dapo.py"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert sum(line[0] in "<>" for line in diff.splitlines()) <= 140
+
+
+# ----------------------------------------------------------------------------------------------------- clip-higher
+
+@pytest.mark.parametrize("ratio, advantage, value, slope", [
+    (1.35, 1.0, 1.28, 0.0),   # where GRPO's ε = .2 counts 1.2·Â
+    (1.25, 1.0, 1.25, 1.25),  # still pushed up, where GRPO is not
+    (0.75, -1.0, -0.80, 0.0), (0.75, 1.0, 0.75, 0.75), (1.35, -1.0, -1.35, -1.35)])
+def test_clip_higher_by_hand(ratio, advantage, value, slope):
+    logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
+    loss, stats = dapo.dapo_loss(logprobs, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1), 0.2, 0.28)
+    loss.backward()
+    assert loss.item() == pytest.approx(-value, rel=1e-5) and logprobs.grad.item() == pytest.approx(-slope, rel=1e-5)
+    assert stats["clip_fraction"] == (slope == 0)
+
+
+def test_clip_higher_lets_a_rare_token_rise_further():
+    """The paper's example: within 20% a probability of .01 may grow to .012, one of .9 to 1.08, that is, freely."""
+    for probability, bound in ((0.01, 0.012), (0.9, 1.08)):
+        assert probability * 1.2 == pytest.approx(bound)
+        loss = dapo.dapo_loss(torch.tensor([[math.log(bound * 1.01)]]), torch.tensor([[math.log(probability)]]),
+                              torch.ones(1), torch.ones(1, 1), 0.2, 0.2)[0]
+        assert loss.item() == pytest.approx(-1.2, rel=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ token-level loss
+
+def test_every_token_of_the_step_counts_the_same():
+    """Lengths 1 and 3: GRPO gives the lone token 1/2 and the others 1/6; DAPO gives each 1/4."""
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1]]).bool()
+    torch.testing.assert_close(dapo.token_weights(mask, 4), mask / 4)
+    torch.testing.assert_close(grpo.token_weights(mask, 2), torch.tensor([[1 / 2, 0, 0], [1 / 6, 1 / 6, 1 / 6]]))
+
+
+def test_the_papers_reading_is_a_mean_per_prompt():
+    """Prompt 5 has 1 + 3 tokens, prompt 2 has 2: weights 1/4 · 1/2 and 1/2 · 1/2."""
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0]]).bool()
+    weights = dapo.unit_token_weights(mask, torch.tensor([5, 5, 2]))
+    torch.testing.assert_close(weights, mask * torch.tensor([[1 / 8], [1 / 8], [1 / 4]]))
+
+
+def test_switched_off_the_weights_and_the_loss_are_grpos():
+    torch.manual_seed(0)
+    mask = torch.arange(6) < torch.tensor([6, 3, 1, 4])[:, None]
+    weights = grpo.token_weights(mask, 4)
+    torch.testing.assert_close(dapo.unit_token_weights(mask, torch.arange(4)), weights)
+    logprobs, old_logprobs, advantages = torch.randn(4, 6), torch.randn(4, 6), torch.randn(4)
+    torch.testing.assert_close(dapo.dapo_loss(logprobs, old_logprobs, advantages, weights, 0.2, 0.2),
+                               grpo.grpo_loss(logprobs, old_logprobs, None, advantages, weights, 0.2, 0.0))
+    rewards = torch.rand(3, 5)
+    torch.testing.assert_close(dapo.group_advantages(rewards), grpo.group_advantages(rewards))
+    assert (dapo.soft_overlong_penalty(torch.tensor([1, 50, 100]), 100, 0) == 0).all()
+
+
+@pytest.mark.parametrize("average", ["token", "prompt", "sequence"])
+@pytest.mark.parametrize("max_tokens", [1, 100, 100_000])
+def test_any_micro_batch_size_gives_the_same_gradient(average, max_tokens):
+    model, tokenizer = random_model("Qwen2")
+    torch.manual_seed(0)
+    rollout = common.sample(model, tokenizer, ["1+1=?", "12+34=?"], 4, 20)
+    advantages = torch.randn(8)
+    weights = dapo.token_weights(rollout.mask, int(rollout.mask.sum())) if average == "token" else \
+        dapo.unit_token_weights(rollout.mask, torch.arange(8) // (4 if average == "prompt" else 1))
+
+    def gradient(max_tokens):
+        model.zero_grad()
+        for rows, input_ids, attention_mask, T in common.micro_batches(rollout, list(range(8)), max_tokens):
+            logprobs, _ = common.token_logprobs(model, input_ids, attention_mask, T)
+            dapo.dapo_loss(logprobs, logprobs.detach() - 0.1, advantages[rows], weights[rows, :T], 0.2, 0.28)[0].backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    torch.testing.assert_close(gradient(max_tokens), gradient(10 ** 9), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_nothing_under_the_mask_matters(garbage):
+    weights = torch.tensor([[0.5, 0.0], [0.0, 0.0]])
+    results = []
+    for fill in (0.0, garbage):
+        logprobs = torch.tensor([[-1.0, fill], [fill, fill]], requires_grad=True)
+        loss, _ = dapo.dapo_loss(logprobs, torch.tensor([[-1.1, fill], [fill, fill]]), torch.tensor([2.0, fill]),
+                                 weights, 0.2, 0.28)
+        loss.backward()
+        results.append((loss.detach(), logprobs.grad))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+# -------------------------------------------------------------------------------------------- overlong punishment
+
+def test_equation_13_at_its_corners():
+    """L_max 100, buffer 20: nothing up to 80, half at 90, all of it at 100 and beyond."""
+    lengths = torch.tensor([0, 79, 80, 81, 90, 99, 100, 120])
+    torch.testing.assert_close(dapo.soft_overlong_penalty(lengths, 100, 20),
+                               torch.tensor([0, 0, 0, -0.05, -0.5, -0.95, -1, -1]))
+
+
+# ------------------------------------------------------------------------------------------------ dynamic sampling
+
+def fake_sampler(kinds):
+    """roll_out for `dynamic_sampling`: prompt number i is right ("1"), wrong ("0") or mixed ("m") as kinds[i] says."""
+    asked, groups = [], {"1": [True, True], "0": [False, False], "m": [True, False]}
+
+    def roll_out(count):
+        first = sum(asked)
+        asked.append(count)
+        correct = torch.tensor([groups[kinds[i % len(kinds)]] for i in range(first, first + count)])
+        return list(range(first, first + count)), None, correct.float(), correct
+    return roll_out, asked
+
+
+def test_informative_groups():
+    correct = torch.tensor([[0, 0, 0], [1, 1, 1], [1, 0, 0], [0, 1, 1]]).bool()
+    assert dapo.informative_groups(correct).tolist() == [False, False, True, True]
+
+
+def test_dynamic_sampling_refills_until_there_are_enough():
+    roll_out, asked = fake_sampler("1m0m")  # every other group is informative
+    drawn, groups = dapo.dynamic_sampling(roll_out, 4, 10)
+    assert asked == [4, 4]  # 2 of the first 4 are kept; 2 more at a share of 1/2 need 4
+    assert groups.tolist() == [1, 3, 5, 7] and len(drawn) == 2
+
+
+def test_dynamic_sampling_stops_at_once_when_all_are_informative():
+    roll_out, asked = fake_sampler("m")
+    assert dapo.dynamic_sampling(roll_out, 4, 10)[1].tolist() == [0, 1, 2, 3] and asked == [4]
+
+
+def test_dynamic_sampling_gives_up_at_its_limit():
+    roll_out, asked = fake_sampler("1" * 7 + "m" + "0" * 100)
+    drawn, groups = dapo.dynamic_sampling(roll_out, 4, 3)
+    assert len(asked) == 3 and groups.tolist() == [7]
+    roll_out, asked = fake_sampler("0")
+    drawn, groups = dapo.dynamic_sampling(roll_out, 4, 3)
+    assert len(asked) == 3 and groups.tolist() == []
+
+
+@pytest.mark.parametrize("kinds", ["m10", "0m", "mm1", "11110m"])
+def test_no_uninformative_group_is_trained_on(kinds):
+    roll_out, _ = fake_sampler(kinds)
+    drawn, groups = dapo.dynamic_sampling(roll_out, 5, 20)
+    correct = torch.cat([correct for *_, correct in drawn])
+    assert len(groups) == 5 == len(set(groups.tolist())) and dapo.informative_groups(correct[groups]).all()
+
+
+# ------------------------------------------------------------------------------------------------------ whole runs
+
+def test_a_whole_run(tmp_path):
+    done = run_script("dapo.py", "--steps", 3, "--prompts_per_step", 6, "--group_size", 6, "--eval_every", 100,
+                      "--minibatches", 2, "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    for m in read_metrics(tmp_path / "run")[1:]:
+        assert 0 < m["kept_fraction"] <= 1 and "kl" not in m and m["grad_norm"] > 0 and m["sampled_tokens"] > 0
+
+
+def test_without_an_informative_group_the_step_makes_no_update(tmp_path):
+    """Rewards that never are above 0: the step gives up, says so, logs a zero gradient, and the run goes on."""
+    (tmp_path / "reward.py").write_text("def never(prompt, completion, row):\n    return -1.0\n")
+    done = run_script("dapo.py", "--steps", 2, "--prompts_per_step", 2, "--group_size", 2, "--eval_every", 100,
+                      "--max_generation_batches", 2, "--reward", f"{tmp_path / 'reward.py'}:never", "--output_dir",
+                      tmp_path / "run")
+    assert done.returncode == 0 and "0 of 4 groups" in done.stderr, done.stderr
+    assert [(m["grad_norm"], m["loss"], m["kept_fraction"]) for m in read_metrics(tmp_path / "run")[1:]] == [(0, 0, 0)] * 2
+
+
+@pytest.mark.parametrize("flags", [["--no_dynamic_sampling"], ["--loss_average", "prompt"], ["--overlong_filtering",
+                                   "--max_new_tokens", 16], ["--loss_average", "sequence", "--clip_high", 0.2]])
+def test_each_switch_runs(tmp_path, flags):
+    done = run_script("dapo.py", "--steps", 1, "--prompts_per_step", 4, "--group_size", 4, "--eval_every", 100,
+                      "--max_generation_batches", 2, "--output_dir", tmp_path / "run", *flags)
+    assert done.returncode == 0, done.stderr

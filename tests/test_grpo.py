@@ -1,0 +1,198 @@
+"""GRPO's equations by hand, its gradient against the derivation, its invariances, and whole runs."""
+import math
+
+import pytest
+import torch
+
+import common
+import grpo
+from helpers import random_model, read_metrics, run_script
+
+
+# ---------------------------------------------------------------------------------------------------- advantages
+
+def test_advantages_by_hand():
+    """Rewards 1 0 0 0: mean .25, squares .75² + 3·.25² = .75, sample variance .75 / 3 = .25, std .5."""
+    advantages = grpo.group_advantages(torch.tensor([[1.0, 0, 0, 0], [3.8, 5.2, 6.1, 5.0333333]]))
+    torch.testing.assert_close(advantages[0], torch.tensor([1.5, -0.5, -0.5, -0.5]), rtol=1e-5, atol=1e-5)
+    # 3.8, 5.2, 6.1: mean 5.0333, deviations −1.2333, .1667, 1.0667, sample variance 1.3433, std 1.1590
+    torch.testing.assert_close(grpo.group_advantages(torch.tensor([[3.8, 5.2, 6.1]]))[0],
+                               torch.tensor([-1.0641, 0.1438, 0.9203]), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -3.3333333, 1e6])
+def test_equal_rewards_give_exactly_zero(reward):
+    assert (grpo.group_advantages(torch.full((3, 7), reward)) == 0).all()
+    assert (grpo.group_advantages(torch.full((3, 1), reward)) == 0).all()  # a group of one
+
+
+def test_each_group_is_its_own_scale():
+    rewards = torch.rand(5, 8)
+    expected = torch.stack([grpo.group_advantages(row[None])[0] for row in rewards])
+    torch.testing.assert_close(grpo.group_advantages(rewards), expected)
+    torch.testing.assert_close(grpo.group_advantages(rewards * 7 - 3), expected, rtol=1e-4, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ weights and loss
+
+def test_weights_are_a_mean_over_tokens_then_over_completions():
+    """Lengths 1, 2 and 0 of a step of 3 completions: 1/3; 1/6, 1/6; nothing (and no NaN)."""
+    mask = torch.tensor([[1, 0], [1, 1], [0, 0]]).bool()
+    torch.testing.assert_close(grpo.token_weights(mask, 3), torch.tensor([[1 / 3, 0], [1 / 6, 1 / 6], [0, 0]]))
+
+
+@pytest.mark.parametrize("ratio, advantage, value, slope", [
+    (1.00, 1.0, 1.00, 1.00), (1.10, 1.0, 1.10, 1.10),
+    (1.35, 1.0, 1.20, 0.00),   # ε = .2 counts 1.2·Â and stops pushing up
+    (0.50, 1.0, 0.50, 0.50),   # a good token that fell is pushed back up
+    (0.50, -1.0, -0.80, 0.00), (1.35, -1.0, -1.35, -1.35),
+    (5.00, -1.0, -5.00, -5.00)])  # no second clip hides here
+def test_the_clipped_surrogate_by_hand(ratio, advantage, value, slope):
+    """min(ρÂ, clip(ρ, .8, 1.2)Â), and its derivative with respect to log π: ρÂ inside, 0 where the clip is chosen."""
+    logprobs = torch.tensor([[math.log(ratio) - 2.0]], requires_grad=True)
+    loss, stats = grpo.grpo_loss(logprobs, torch.tensor([[-2.0]]), None, torch.tensor([advantage]),
+                                 torch.ones(1, 1), 0.2, 0.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(-value, rel=1e-5)
+    assert logprobs.grad.item() == pytest.approx(-slope, rel=1e-5)
+    assert stats["clip_fraction"] == (slope == 0)
+
+
+def test_k3_by_hand_and_its_direction():
+    """π = .5, π_ref = .25: .25/.5 − ln(.25/.5) − 1 = .5 + .6931 − 1 = .1931; derivative in log π is 1 − π_ref/π = .5."""
+    logprobs = torch.tensor([[math.log(0.5)]], requires_grad=True)
+    loss, stats = grpo.grpo_loss(logprobs, logprobs.detach(), torch.tensor([[math.log(0.25)]]), torch.zeros(1),
+                                 torch.ones(1, 1), 0.2, kl_coef=1.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5 + math.log(2) - 1) and stats["kl"].item() == pytest.approx(loss.item())
+    assert logprobs.grad.item() == pytest.approx(0.5)
+
+
+def test_k3_estimates_the_kl_from_the_policy_to_the_reference():
+    """Its mean under π over a whole vocabulary is KL(π‖π_ref) exactly: Σ π (π_ref/π − ln(π_ref/π) − 1) = Σ π ln(π/π_ref)."""
+    torch.manual_seed(0)
+    policy, reference = torch.randn(2, 1, 5).log_softmax(-1)
+    loss, _ = grpo.grpo_loss(policy, policy, reference, torch.zeros(1), policy.exp(), 0.2, kl_coef=1.0)
+    assert loss.item() == pytest.approx((policy.exp() * (policy - reference)).sum().item(), rel=1e-5)
+
+
+def test_on_policy_the_gradient_is_the_policy_gradient():
+    """At ρ = 1 and without KL: ∇loss = −Σ w Â ∇log π, clip fraction 0, and the loss is −Σ w Â."""
+    torch.manual_seed(0)
+    logprobs = torch.randn(4, 6, requires_grad=True)
+    mask = torch.arange(6) < torch.tensor([6, 3, 1, 0])[:, None]
+    weights, advantages = grpo.token_weights(mask, 4), torch.randn(4)
+    loss, stats = grpo.grpo_loss(logprobs, logprobs.detach(), None, advantages, weights, 0.2, 0.0)
+    loss.backward()
+    torch.testing.assert_close(logprobs.grad, -weights * advantages[:, None])
+    assert stats["clip_fraction"] == 0
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e38])
+def test_nothing_under_the_mask_matters(garbage):
+    torch.manual_seed(0)
+    mask = torch.arange(5) < torch.tensor([5, 2, 0])[:, None]
+    weights = grpo.token_weights(mask, 3)
+
+    def run(fill):
+        tensors = [torch.linspace(-3, -1, 15).view(3, 5) * k for k in (1.0, 1.1, 0.9)]
+        tensors = [t.where(mask, fill) for t in tensors]
+        logprobs = tensors[0].requires_grad_()
+        advantages = torch.tensor([1.0, -1.0, fill])  # the third completion has no tokens
+        loss, stats = grpo.grpo_loss(logprobs, *tensors[1:], advantages, weights, 0.2, 0.04)
+        loss.backward()
+        return loss.detach(), logprobs.grad, stats["kl"], stats["clip_fraction"]
+
+    for clean, dirty in zip(run(0.0), run(garbage)):
+        assert torch.equal(clean, dirty)
+
+
+@pytest.mark.parametrize("difference", [-5000.0, 5000.0])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_huge_log_ratios_stay_finite(difference, advantage):
+    logprobs = torch.tensor([[difference]], requires_grad=True)
+    loss, _ = grpo.grpo_loss(logprobs, torch.zeros(1, 1), torch.zeros(1, 1), torch.tensor([advantage]),
+                             torch.ones(1, 1), 0.2, 0.04)
+    loss.backward()
+    assert loss.isfinite() and logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 60, 200, 100_000])
+def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
+    """Against the definition: every completion alone, mean over its tokens, mean over the completions."""
+    model, tokenizer = random_model("Qwen2")
+    torch.manual_seed(0)
+    rollout = common.sample(model, tokenizer, ["1+1=?", "12+34=?"], 6, 20)
+    advantages, T = torch.randn(12), rollout.mask.shape[1]
+    ref_logprobs = torch.randn(12, T) - 3
+    weights = grpo.token_weights(rollout.mask, 12)
+
+    def gradient(add_losses):
+        model.zero_grad()
+        add_losses()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    def in_micro_batches():
+        for rows, input_ids, attention_mask, T in common.micro_batches(rollout, list(range(12)), max_tokens):
+            logprobs, _ = common.token_logprobs(model, input_ids, attention_mask, T)
+            grpo.grpo_loss(logprobs, logprobs.detach(), ref_logprobs[rows, :T], advantages[rows], weights[rows, :T],
+                           0.2, 0.04)[0].backward()
+
+    def by_definition():
+        for i in range(12):
+            n = int(rollout.lengths[i])
+            ids = rollout.input_ids[i][rollout.attention_mask[i].bool()]
+            logprobs = model(ids[None]).logits[0, -n - 1:-1].log_softmax(-1).gather(1, ids[-n:, None])[:, 0]
+            log_ref = ref_logprobs[i, :n] - logprobs
+            objective = (logprobs - logprobs.detach()).exp() * advantages[i] - 0.04 * (log_ref.exp() - log_ref - 1)
+            (-objective.mean() / 12).backward()
+
+    torch.testing.assert_close(gradient(in_micro_batches), gradient(by_definition), rtol=1e-3, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------- whole runs
+
+def test_a_whole_run_learns_and_its_model_loads(tmp_path):
+    """Twelve steps on one-digit sums: log, samples and model are there, step one is on-policy, accuracy rises."""
+    out = tmp_path / "run"
+    done = run_script("grpo.py", "--steps", 12, "--eval_every", 6, "--eval_samples", 2, "--save_every", 5,
+                      "--output_dir", out)
+    assert done.returncode == 0, done.stderr
+    metrics = read_metrics(out)
+    assert [m["step"] for m in metrics] == list(range(13))
+    first = metrics[1]
+    assert first["kl"] == 0 and first["clip_fraction"] == 0 and abs(first["loss"]) < 1e-6 and first["lr"] == 1e-4
+    assert {"reward", "accuracy", "entropy", "grad_norm", "completion_length", "truncated_fraction", "seconds",
+            "tokens_per_second", "peak_memory_mb"} <= first.keys()
+    assert {"eval_accuracy", "eval_avg@2", "eval_pass@2"} <= metrics[0].keys() & metrics[6].keys() & metrics[12].keys()
+    assert metrics[0]["eval_accuracy"] <= 0.65 and metrics[12]["eval_accuracy"] >= metrics[0]["eval_accuracy"] + 0.2
+    assert (out / "samples.jsonl").exists() and (out / "config.json").exists()
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "model"), AutoTokenizer.from_pretrained(out / "model")
+    rollout = common.sample(model, tokenizer, ["12+34=?"], 1, 40, greedy=True)
+    assert rollout.completions[0].startswith("<think>") and rollout.finished.all()
+
+
+@pytest.mark.parametrize("flags", [["--minibatches", 4, "--updates_per_batch", 2, "--kl_coef", 0],
+                                   ["--no_divide_by_std", "--format_reward", 0.2, "--warmup_steps", 2]])
+def test_flags_that_change_the_loop(tmp_path, flags):
+    done = run_script("grpo.py", "--steps", 2, "--prompts_per_step", 4, "--group_size", 4, "--eval_every", 100,
+                      "--output_dir", tmp_path / "run", *flags)
+    assert done.returncode == 0, done.stderr
+    metrics = read_metrics(tmp_path / "run")
+    assert ("kl" in metrics[1]) == ("--kl_coef" not in flags)
+    if "--warmup_steps" in flags:  # the rate logged is the rate used: 0/2, then 1/2 of it
+        assert [m["lr"] for m in metrics[1:]] == [0.0, 5e-5]
+
+
+def test_a_reward_function_of_ones_own(tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "def composite(prompt, completion, row):\n"
+        "    assert prompt == row['prompt']\n"
+        "    correct = completion.endswith('<answer>' + row['answer'] + '</answer>')\n"
+        "    return correct + 0.5 * ('=' in completion) - 0.3 * len(completion) / 100\n")
+    done = run_script("grpo.py", "--steps", 1, "--prompts_per_step", 4, "--group_size", 4, "--output_dir",
+                      tmp_path / "run", "--reward", f"{tmp_path / 'reward.py'}:composite")
+    assert done.returncode == 0, done.stderr
+    assert read_metrics(tmp_path / "run")[1]["reward"] not in (0, 1)

@@ -1,0 +1,315 @@
+"""What a run promises around its loop: clear errors, exact resumption, the same numbers on any number of processes."""
+import importlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import common
+from helpers import ROOT, random_model, read_metrics, run_script
+
+SCRIPTS = ["grpo", "dapo", "dr_grpo"]
+SMALL = ["--steps", 4, "--prompts_per_step", 4, "--group_size", 4, "--save_every", 1, "--eval_every", 2,
+         "--minibatches", 2]
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+@pytest.fixture
+def fails(tmp_path, monkeypatch, capsys):
+    """fails(flags) -> the one line on stderr, having checked that the exit code is 2 and that nothing was written."""
+    def run(*flags, script="grpo"):
+        module = importlib.import_module(script)
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, flags)])
+        if "--output_dir" not in flags:
+            sys.argv += ["--output_dir", str(tmp_path / "out")]
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            common.launch(module.main, module.Config)
+        printed = capsys.readouterr()
+        assert stopped.value.code == 2 and "Traceback" not in printed.err, printed.err
+        lines = [line for line in printed.err.splitlines() if line.strip()]
+        assert len(lines) == 1 and lines[0].startswith(f"{script}.py: error: "), lines
+        assert not (tmp_path / "out").exists()
+        return lines[0]
+    return run
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+GOOD_ROW = '{"prompt": "1+1=?", "answer": "2"}\n'
+
+
+@pytest.mark.parametrize("content, message", [
+    ("", "no rows"), (GOOD_ROW + '{"prompt": "1+', "line 2: not JSON"), (GOOD_ROW + '{"prompt": "1+1=?"}', "line 2: no answer"),
+    (GOOD_ROW + '{"prompt": 5, "answer": "2"}', "line 2: want a prompt"),
+    (GOOD_ROW + '{"prompt": "1+1=?", "answer": {}}', "line 2: the answer must be"), ("[]", "line 1: want a JSON object")])
+def test_bad_rows(fails, tmp_path, content, message):
+    path = write(tmp_path / "rows.jsonl", content)
+    for name in ("--data", "--eval_data"):
+        line = fails(name, path)
+        assert "rows.jsonl" in line and message in line
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--data", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
+    (["--data", "arithmetic:x"], "arithmetic:DIGITS"),
+    (["--data", "someone/dataset"], "pip install datasets"),
+    (["--max_prompt_tokens", 2], "no rows left"),
+    (["--model", "nowhere/at-all"], "--model nowhere/at-all"),
+    (["--group_size", 1], "--group_size 1: must be at least 2"),
+    (["--steps", 0], "--steps 0: must be at least 1"), (["--prompts_per_step", -3], "--prompts_per_step -3"),
+    (["--max_new_tokens", 0], "--max_new_tokens 0"), (["--lr", "nan"], "--lr nan"), (["--lr", "fast"], "--lr"),
+    (["--temperature", 0], "--temperature 0"), (["--clip_eps", 2], "--clip_eps 2"), (["--seed", 1.5], "--seed"),
+    (["--minibatches", 1000], "--minibatches 1000"),
+    (["--stepz", 3], "unknown flag --stepz, did you mean --steps?"), (["--lrr=3"], "did you mean --lr?"),
+    (["--reward", "nowhere.py:f"], "no file nowhere.py"), (["--reward", "exact"], "--reward exact"),
+    (["--max_new_tokens", 5000], "--max_new_tokens 5000: the context of"),
+    (["--output_dir", "/proc/nowhere"], "--output_dir /proc/nowhere"),
+    (["--output_dir", f"{ROOT}/README.md"], "is a file"), (["--output_dir", f"{ROOT}/README.md/x"], "--output_dir"),
+    (["--resume"], "--resume: no checkpoint in"), (["--resume", "--overwrite"], "exclude each other"),
+    (["--log_to", "wandb"], "pip install wandb"), (["--log_to", "paper"], "--log_to"),
+    (["nowhere.yaml"], "nowhere.yaml: "), (["--system_prompt"], "--system_prompt: expected one argument")])
+def test_bad_flags(fails, flags, message):
+    assert message in fails(*flags)
+
+
+def test_bad_clip_of_dapo(fails):
+    assert "--clip_low 2.0: must be between 0 and 1" in fails("--clip_low", 2, script="dapo")
+
+
+def test_bad_reward_file(fails, tmp_path):
+    path = write(tmp_path / "reward.py", "value = 3\n")
+    assert "has no function missing" in fails("--reward", f"{path}:missing")
+    assert "has no function value" in fails("--reward", f"{path}:value")
+    write(path, "import nothing_of_that_name\n")
+    assert "does not load: ModuleNotFoundError" in fails("--reward", f"{path}:f")
+
+
+@pytest.mark.parametrize("body, message", [
+    ("raise KeyError('gold')", "raised KeyError: 'gold'"), ("return float('nan')", "returned nan"),
+    ("return None", "returned None"), ("return 'good'", "returned 'good'")])
+def test_a_reward_function_that_fails_names_the_row(tmp_path, body, message):
+    path = write(tmp_path / "reward.py", f"def f(prompt, completion, row):\n    {body}\n")
+    judge = common.load_reward_function(f"{path}:f")
+    with pytest.raises(common.UserError) as error:
+        judge(common.Problem("1+1=?", [], "2", {"prompt": "1+1=?", "id": 77}), "two")
+    assert message in str(error.value) and "'id': 77" in str(error.value)
+
+
+def test_a_directory_that_is_no_model(fails, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert f"--model {tmp_path / 'empty'}" in fails("--model", tmp_path / "empty")
+    model, tokenizer = random_model("Qwen2")
+    model.save_pretrained(tmp_path / "no_tokenizer")
+    assert "no tokenizer there" in fails("--model", tmp_path / "no_tokenizer")
+    tokenizer.save_pretrained(tmp_path / "no_weights")
+    model.config.save_pretrained(tmp_path / "no_weights")
+    assert "no_weights" in fails("--model", tmp_path / "no_weights")
+
+
+def test_tokenizer_and_model_that_do_not_fit(fails, tmp_path):
+    model, tokenizer = random_model("Qwen2")
+    model.resize_token_embeddings(12)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert "its tokenizer has 26 tokens, its embedding 12" in fails("--model", tmp_path / "model")
+
+
+def test_flags_from_a_file_and_help(tmp_path, capsys):
+    import grpo
+    path = write(tmp_path / "flags.yaml", "steps: 7\nlr: 1.0e-3\ndivide_by_std: false\n")
+    cfg = common.parse_config(grpo.Config, [str(path), "--steps", "9"])
+    assert (cfg.steps, cfg.lr, cfg.divide_by_std) == (9, 1e-3, False)
+    with pytest.raises(SystemExit):
+        common.parse_config(grpo.Config, ["--help"])
+    assert "--micro_batch_tokens" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------- stopping, resuming
+
+TIMING = {"seconds", "tokens_per_second", "peak_memory_mb"}
+
+
+def outcome(directory):
+    """(metrics without timings, final weights): what must be bit-equal."""
+    metrics = [{k: v for k, v in m.items() if k not in TIMING} for m in read_metrics(directory)]
+    return metrics, load_file(directory / "model" / "model.safetensors")
+
+
+def assert_same_outcome(one, other):
+    (metrics, weights), (other_metrics, other_weights) = outcome(one), outcome(other)
+    assert metrics == other_metrics
+    assert weights.keys() == other_weights.keys()
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def start_script(script, *flags):
+    return subprocess.Popen([sys.executable, str(ROOT / f"{script}.py"), *map(str, flags)], cwd=ROOT,
+                            stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(condition, process, seconds=120):
+    end = time.time() + seconds
+    while not condition():
+        assert process.poll() is None and time.time() < end, process.stderr.read()
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory):
+    """whole_run(script) -> the directory of its uninterrupted run."""
+    done = {}
+
+    def run(script):
+        if script not in done:
+            done[script] = tmp_path_factory.mktemp(script) / "whole"
+            result = run_script(f"{script}.py", *SMALL, "--output_dir", done[script])
+            assert result.returncode == 0, result.stderr
+        return done[script]
+    return run
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_killed_at_random_and_resumed_the_end_is_bit_equal(script, whole_run, tmp_path):
+    """kill -9 somewhere in the run, resume, twice; each step stands in the log once."""
+    out, draw = tmp_path / "killed", random.Random(script)
+    process = start_script(script, *SMALL, "--output_dir", out)
+    for _ in range(2):
+        wait_for(lambda: list(out.glob("checkpoint/step-*[0-9]")), process)
+        time.sleep(draw.uniform(0.0, 1.5))
+        process.kill()
+        process.wait()
+        process = start_script(script, *SMALL, "--output_dir", out, "--resume")
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert_same_outcome(whole_run(script), out)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, code, whole_run, tmp_path):
+    out = tmp_path / "stopped"
+    flags = [*SMALL, "--save_every", 100, "--output_dir", out]
+    process = start_script("grpo", *flags)
+    wait_for(lambda: (out / "metrics.jsonl").exists(), process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == code and "--resume" in errors
+    assert len(list(out.glob("checkpoint/step-*"))) == 1 and len(read_metrics(out)) < 5
+    done = run_script("grpo.py", *flags, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert_same_outcome(whole_run("grpo"), out)
+
+
+def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
+    out = tmp_path / "run"
+    flags = ["--prompts_per_step", 2, "--group_size", 2, "--output_dir", out, "--eval_every", 100]
+    assert run_script("grpo.py", "--steps", 1, *flags).returncode == 0
+    before = (out / "metrics.jsonl").read_text()
+    again = run_script("grpo.py", "--steps", 1, *flags)
+    assert again.returncode == 2 and all(name in again.stderr for name in ("--resume", "--overwrite", "--output_dir"))
+    changed = run_script("grpo.py", "--steps", 2, *flags, "--resume", "--group_size", 4)
+    assert changed.returncode == 2 and "--group_size was 2 and is now 4" in changed.stderr
+    other = run_script("dr_grpo.py", "--steps", 2, *flags, "--resume")
+    assert other.returncode == 2 and "of grpo.py, not of dr_grpo.py" in other.stderr
+    finished = run_script("grpo.py", "--steps", 1, *flags, "--resume")
+    assert (out / "metrics.jsonl").read_text() == before
+    longer = run_script("grpo.py", "--steps", 2, *flags, "--resume")
+    assert longer.returncode == 0 and [m["step"] for m in read_metrics(out)] == [0, 1, 2], longer.stderr
+    assert finished.returncode in (0, 2)
+
+    [checkpoint] = out.glob("checkpoint/step-*")
+    for file in checkpoint.iterdir():
+        file.write_bytes(file.read_bytes()[:100])
+    damaged = run_script("grpo.py", "--steps", 3, *flags, "--resume")
+    assert damaged.returncode == 2 and "is damaged" in damaged.stderr and "Traceback" not in damaged.stderr
+
+
+class FakeRun(common.Run):
+    """A Run without directory: for its optimizer step."""
+
+    def __init__(self, cfg):
+        self.cfg, self.bad_steps, self.saved = cfg, 0, False
+
+    def save_checkpoint(self):
+        self.saved = True
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_non_finite_update_is_skipped_counted_and_ends_the_run(bad, capsys):
+    import grpo
+    cfg = grpo.Config(max_bad_steps=3, lr=0.1)
+    model = torch.nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+    run, optimizer = FakeRun(cfg), torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+
+    def step(factor):
+        loss = model(torch.ones(1, 2)).sum() * factor
+        loss.backward()
+        return run.optimizer_step(model, optimizer, schedule, loss.detach())
+
+    step(bad)
+    step(bad)
+    assert torch.equal(model.weight, before) and run.bad_steps == 2 and "2 in a row" in capsys.readouterr().err
+    step(1.0)
+    assert run.bad_steps == 0 and not torch.equal(model.weight, before)
+    with pytest.raises(common.TrainingFailed, match="3 updates in a row"):
+        for _ in range(3):
+            step(bad)
+    assert run.saved
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch, whole_run):
+    """The write fails half-way: the checkpoint that was there is still there, and the message says so."""
+    directory = tmp_path / "run"
+    run = FakeRun(None)
+    run.directory, run.trained, run.next_step = directory, {}, 0
+    run.data = common.Shuffled([1], 0)
+    common.Run.save_checkpoint(run)
+    assert [path.name for path in run.checkpoints()] == ["step-000000"]
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(torch, "save", full)
+    run.next_step = 1
+    monkeypatch.setattr(common.dcp, "save", lambda *a, **k: None)
+    with pytest.raises(common.TrainingFailed, match="No space left on device.*step-000000 is intact"):
+        common.Run.save_checkpoint(run)
+    assert [path.name for path in run.checkpoints()] == ["step-000000"]
+
+
+# ---------------------------------------------------------------------------------------------- several processes
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_two_processes_give_the_numbers_of_one(script, whole_run, tmp_path):
+    """Same prompts, same sampled tokens (a row's random numbers are its own), same loss and gradient norm."""
+    done = run_script(f"{script}.py", *SMALL, "--steps", 2, "--output_dir", tmp_path / "two", processes=2)
+    assert done.returncode == 0, done.stderr
+    one, two = read_metrics(whole_run(script)), read_metrics(tmp_path / "two")
+    assert len(two) == 3
+    for alone, together in zip(one, two):
+        for name in together.keys() - TIMING:
+            assert together[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+    assert (tmp_path / "two" / "model" / "model.safetensors").exists()
+
+
+def test_a_killed_rank_ends_the_others(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "grpo.py", "--steps",
+         "1000", "--output_dir", str(tmp_path / "run")], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists(), process)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    process.communicate(timeout=90)
+    assert process.returncode not in (0, None)
