@@ -110,8 +110,8 @@ LIMITS = {
     **dict.fromkeys("steps prompts_per_step pairs_per_step minibatches updates_per_batch max_new_tokens save_every "
                     "eval_every eval_samples micro_batch_tokens max_prompt_tokens max_bad_steps "
                     "max_generation_batches".split(), (1, math.inf)),
-    **dict.fromkeys("seed warmup_steps overlong_buffer kl_coef format_reward entropy_coef value_coef lr "
-                    "center_coef".split(), (0, math.inf)),
+    **dict.fromkeys("seed warmup_steps overlong_buffer kl_coef kl_target format_reward entropy_coef value_coef lr "
+                    "value_lr center_coef".split(), (0, math.inf)),
     **dict.fromkeys("max_grad_norm temperature beta".split(), (1e-8, math.inf)),
     **dict.fromkeys("clip_eps clip_low value_clip_eps".split(), (0, 1)),
     **dict.fromkeys("freeze_layers gamma lam".split(), (0, 1)),
@@ -316,15 +316,17 @@ def load_reference(cfg, device: torch.device):
     return load_model(name, device, trainable=False, trust_remote_code=cfg.trust_remote_code)
 
 
-def load_value_model(cfg, device: torch.device):
+def load_value_model(cfg, device: torch.device, tokenizer):
     """The critic: the reward model where --reward names one, else the policy as it starts, with a fresh scalar head.
 
+    (The policy too where the reward model has another vocabulary: the critic must read what the policy writes.)
     The head starts at 0: the first advantages are then the returns themselves, free of a random head's noise. (The
     reward model's own head has seen only whole completions, and its scores carry the shift that rewards are rid of.)
     """
     name = build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model
     if is_reward_model(cfg.reward):
-        name = cfg.reward
+        if load_tokenizer(cfg.reward, cfg.trust_remote_code).get_vocab() == tokenizer.get_vocab():
+            name = cfg.reward
     with torch.random.fork_rng(devices=[]):  # only rank 0 draws a head
         model = load_model(name, device, cls=AutoModelForSequenceClassification,
                            trust_remote_code=cfg.trust_remote_code, num_labels=1)
@@ -1317,12 +1319,14 @@ class Run:
     # flags that may differ between a run and its continuation
     MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "micro_batch_tokens"}
 
+    bad_model = None  # the one whose update was skipped last
+    extra = {}        # numbers that a script keeps across --resume: assigned before `start`
+
     def __init__(self, cfg):
         """Check the output directory, join the other ranks, seed. Writes nothing yet."""
         self.script = Path(sys.argv[0]).name
         self.cfg, self.directory = cfg, Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
         self.next_step, self.bad_steps, self.stop_signal, self.saved_step = 0, 0, None, None
-        self.extra = {}  # numbers that a script keeps across --resume: set them before `start`
         self.check_directory()
         self.open_logger = self.import_logger()
         self.device = setup_device()
@@ -1454,9 +1458,10 @@ class Run:
         if math.isfinite(norm) and math.isfinite(loss):
             optimizer.step()
             schedule.step()
-            self.bad_steps = 0
+            if self.bad_model in (None, model):  # of two models, the good one does not excuse the other
+                self.bad_steps = 0
         else:
-            self.bad_steps += 1
+            self.bad_steps, self.bad_model = self.bad_steps + 1, model
             say(f"loss {loss}, gradient norm {norm}: update skipped ({self.bad_steps} in a row)")
         optimizer.zero_grad(set_to_none=True)
         if self.bad_steps >= self.cfg.max_bad_steps:

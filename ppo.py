@@ -9,10 +9,8 @@ arXiv:2203.02155; details from "The N+ Implementation Details of RLHF with PPO",
 
 A critic V, a network of its own, says what each token was worth; GRPO compares whole completions instead.
 
-    python ppo.py                                              # tiny model, additions, CPU, two minutes
-    python ppo.py --reward runs/reward_model/model             # the same, scored by what reward_model.py has saved
-    python ppo.py --model Qwen/Qwen2.5-0.5B-Instruct --data gsm8k.jsonl --lr 1e-6 --value_lr 1e-5 --max_new_tokens 512
-    torchrun --nproc-per-node 8 ppo.py ...                     # the same on eight GPUs
+Without flags: the tiny model learns additions on a CPU, in two minutes. README.md: real models, data, many GPUs.
+With --reward runs/reward_model/model: the same, scored by the model that reward_model.py has saved.
 
 Shapes: N prompts with a completion each; T padded completion length; B rows of a micro-batch.
 """
@@ -27,7 +25,6 @@ from common import flag, sample, token_logprobs, token_values
 
 @dataclass
 class Config(common.RunConfig):
-    output_dir: str = flag("runs/ppo", "where config.json, metrics.jsonl, model/ and checkpoint/ go")
     steps: int = flag(20, "rollout batches")
     prompts_per_step: int = flag(256, "N: prompts per rollout batch, a completion each (N+: 512)")
     max_new_tokens: int = flag(40, "T: completions are cut here (N+: 53)")
@@ -94,12 +91,12 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return scaled.masked_fill(equal, 0.0)
 
 
-def token_weights(mask: torch.Tensor, num_tokens) -> torch.Tensor:
-    """mask bool [N, T] -> [N, T]: 1 / num_tokens, the mean over all tokens.
+def token_weights(mask: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """mask bool [N, T] -> [N, T], each token's weight in the loss; 0 outside the mask.
 
     num_tokens counts the tokens of the whole optimizer step: micro-batches and ranks add up to it.
     """
-    return mask / max(1, int(num_tokens))
+    return mask / max(num_tokens, 1)  # 1 / Σ|o_j|
 
 
 def ppo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):
@@ -156,13 +153,13 @@ def main(cfg: Config) -> None:
     problems, eval_problems = common.read_train_and_eval(cfg)
     policy, tokenizer = common.load_policy(cfg, run.device)
     reference = common.load_reference(cfg, run.device) if cfg.kl_coef > 0 else None
-    value_model = common.load_value_model(cfg, run.device)
+    value_model = common.load_value_model(cfg, run.device, tokenizer)
     optimizer, schedule = common.make_optimizer(policy, cfg)
     value_optimizer, value_schedule = common.make_optimizer(value_model, dataclasses.replace(cfg, lr=cfg.value_lr))
     eval_problems = common.encode_prompts(eval_problems, tokenizer, cfg, "--eval_data")
     data = common.Shuffled(common.encode_prompts(problems, tokenizer, cfg, "--data"), cfg.seed)
 
-    run.extra["kl_coef"] = cfg.kl_coef
+    run.extra = {"kl_coef": cfg.kl_coef}
     run.start(data, policy=(policy, optimizer, schedule), value=(value_model, value_optimizer, value_schedule))
     if run.next_step == 0:
         run.end_step(0, common.evaluate(policy, tokenizer, eval_problems, score, cfg))
@@ -181,16 +178,14 @@ def main(cfg: Config) -> None:
         if cfg.missing_eos_score != "none":
             rewards = rewards.where(rollout.finished[:, None], float(cfg.missing_eos_score))
 
-        # 3. Advantages, each token's against the critic's values. Each rank has computed the rows of its share.
+        # 3. Advantages: each token's rewards to come against the critic's values, whitened. Ranks share the forwards.
         minibatches = torch.randperm(len(rollout.mask)).tensor_split(cfg.minibatches)  # row numbers, shuffled
         old_logprobs = common.sum_over_ranks(common.rollout_logprobs(
             policy, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature))  # [N, T]
+        ref_logprobs = common.sum_over_ranks(common.rollout_logprobs(
+            reference, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature))  # [N, T]
         old_values = common.sum_over_ranks(common.rollout_values(
             value_model, rollout, minibatches, cfg.micro_batch_tokens))  # [N, T]
-        ref_logprobs = None
-        if reference is not None:
-            ref_logprobs = common.sum_over_ranks(common.rollout_logprobs(
-                reference, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature))  # [N, T]
         advantages, returns = gae(token_rewards(rewards[:, 0], old_logprobs, ref_logprobs, rollout.mask, kl_coef),
                                   old_values, rollout.mask, cfg.gamma, cfg.lam)  # [N, T] each
         for minibatch in minibatches:
@@ -199,12 +194,13 @@ def main(cfg: Config) -> None:
         # 4. Update: micro-batches add up to the gradient of the whole minibatch; nothing is averaged.
         for minibatch in minibatches * cfg.updates_per_batch:
             weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T], 0 outside the minibatch
-            weights[minibatch] = token_weights(rollout.mask[minibatch], num_tokens=rollout.lengths[minibatch].sum())
+            weights[minibatch] = token_weights(rollout.mask[minibatch], int(rollout.lengths[minibatch].sum()))
             total_loss, total_value_loss = torch.zeros(2, device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):
                 logprobs, entropy = token_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [B, T]
                 loss, stats = ppo_loss(
-                    logprobs, old_logprobs[rows, :T], advantages[rows, :T], weights[rows, :T], cfg.clip_eps)
+                    logprobs, old_logprobs[rows, :T],
+                    advantages[rows, :T], weights[rows, :T], cfg.clip_eps)
                 if cfg.entropy_coef > 0:
                     loss = loss - cfg.entropy_coef * (weights[rows, :T] * entropy).sum()
                 loss.backward()
@@ -222,11 +218,12 @@ def main(cfg: Config) -> None:
             meter.add(1, **{f"value_{name}": value for name, value in of_value.items()})
 
         # 5. Log.
-        metrics = {"reward": rewards.mean().item(), "accuracy": correct.float().mean().item(), **meter.means(),
-                   "explained_variance": explained_variance(old_values, returns, rollout.mask),
-                   "completion_length": rollout.lengths.float().mean().item(),
-                   "truncated_fraction": 1 - rollout.finished.float().mean().item(),
-                   **run.timing(rollout.lengths.sum())}
+        metrics = {
+            "reward": rewards.mean().item(), "accuracy": correct.float().mean().item(), **meter.means(),
+            "explained_variance": explained_variance(old_values, returns, rollout.mask),
+            "completion_length": rollout.lengths.float().mean().item(),
+            "truncated_fraction": 1 - rollout.finished.float().mean().item(),
+            **run.timing(rollout.lengths.sum())}
         if reference is not None:
             log_ratio = (old_logprobs - ref_logprobs).where(rollout.mask, 0.0)  # [N, T], "k1"
             metrics |= {"kl": common.masked_mean(log_ratio, rollout.mask).item(), "kl_coef": kl_coef}
@@ -235,7 +232,7 @@ def main(cfg: Config) -> None:
 
         # 6. Evaluate and save.
         if run.evaluates(step):
-            run.log_samples(step, batch, rollout, rewards, advantages[:, :1])
+            run.log_samples(step, batch, rollout, rewards, advantages[:, 0])
             metrics |= common.evaluate(policy, tokenizer, eval_problems, score, cfg)
         run.end_step(step, metrics)
     run.finish(policy, tokenizer)

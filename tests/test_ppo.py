@@ -228,13 +228,23 @@ def test_the_value_of_a_token_is_that_of_the_state_before_it(architecture):
                                    values[:, :t + 1], rtol=1e-5, atol=1e-6)
 
 
+def test_a_critic_of_another_vocabulary_is_not_taken(tmp_path, policy_directory):
+    """The critic reads what the policy writes: it starts from the reward model only where both number tokens alike."""
+    save_reward_model(tmp_path / "rm")
+    tokenizer = common.load_tokenizer(str(tmp_path / "rm"))
+    cfg = reward_config(tmp_path / "rm", policy_directory)
+    assert common.load_value_model(cfg, torch.device("cpu"), tokenizer).config.model_type == "llama"
+    tokenizer.add_tokens("a new one")
+    assert common.load_value_model(cfg, torch.device("cpu"), tokenizer).config.model_type == "qwen2"
+
+
 def test_the_critic_starts_at_zero_from_the_policy(tmp_path):
     policy, tokenizer = random_model("Qwen2")
     policy.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     random_state = torch.get_rng_state()
     cfg = SimpleNamespace(model=str(tmp_path), reward="verifier", data="arithmetic", trust_remote_code=False)
-    critic = common.load_value_model(cfg, torch.device("cpu"))
+    critic = common.load_value_model(cfg, torch.device("cpu"), tokenizer)
     assert torch.equal(random_state, torch.get_rng_state())  # or ranks, of which one reads the weights, would part
     ids = torch.tensor([[3, 9, 10, 11]])
     assert (common.token_values(critic, ids, torch.ones_like(ids), 3) == 0).all()
@@ -354,6 +364,16 @@ def test_a_reward_model_of_another_vocabulary_reads_the_text(tmp_path, policy_di
         torch.testing.assert_close(rewards.flatten()[i], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_run_with_a_reward_model(tmp_path):
+    """Llama as reward model and as critic, under a Qwen2 policy; accuracy is the verifier's."""
+    save_reward_model(tmp_path / "rm", shift=1.5)
+    done = run_script("ppo.py", "--steps", 1, "--prompts_per_step", 16, "--reward", tmp_path / "rm", "--output_dir",
+                      tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    metrics = read_metrics(tmp_path / "run")
+    assert metrics[0]["eval_accuracy"] > 0.3 and 0 <= metrics[1]["accuracy"] <= 1 and metrics[1]["reward"] % 1 != 0
+
+
 def test_a_directory_that_is_no_reward_model_is_refused_by_name(tmp_path, policy_directory):
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
@@ -433,7 +453,8 @@ def test_mistakes_are_one_line(tmp_path, flags, word):
 
 def test_two_ranks_do_what_one_does(tmp_path):
     """The same rewards, KL and critic from two gloo processes, under FSDP, as from one plain one."""
-    flags = ["--steps", 2, "--prompts_per_step", 24, "--minibatches", 2, "--micro_batch_tokens", 300, "--eval_every", 100]
+    flags = ["--steps", 2, "--prompts_per_step", 24, "--minibatches", 2, "--micro_batch_tokens", 300,
+             "--eval_every", 100]
     one = run_script("ppo.py", *flags, "--output_dir", tmp_path / "one")
     two = run_script("ppo.py", *flags, "--output_dir", tmp_path / "two", processes=2)
     assert one.returncode == 0 and two.returncode == 0, one.stderr + two.stderr
