@@ -5,7 +5,7 @@
     models          load_tokenizer, load_model, shard, build_tiny_model, save_model
     data            read_problems, Problems
     sampling        sample -> Rollout
-    log-probs       token_logprobs, micro_batches
+    log-probs       token_logprobs, token_values, micro_batches
     rewards         load_reward
     verifiers       extract_answer, is_equivalent, format_reward
     evaluation      evaluate
@@ -61,8 +61,8 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from tqdm import tqdm
-from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, HfArgumentParser,
-                          PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer,
+                          DynamicCache, HfArgumentParser, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
 
 SYSTEM_PROMPT = ("Think about the problem step by step, then give the answer. Write your reasoning and your answer as "
                  "<think> reasoning here </think><answer> answer here </answer>.")
@@ -113,8 +113,8 @@ LIMITS = {
     **dict.fromkeys("steps prompts_per_step pairs_per_step minibatches updates_per_batch max_new_tokens save_every "
                     "eval_every eval_samples micro_batch_tokens max_prompt_tokens max_bad_steps "
                     "max_generation_batches".split(), (1, math.inf)),
-    **dict.fromkeys("seed warmup_steps overlong_buffer kl_coef format_reward entropy_coef value_coef lr "
-                    "center_coef".split(), (0, math.inf)),
+    **dict.fromkeys("seed warmup_steps overlong_buffer kl_coef kl_target format_reward entropy_coef value_coef lr "
+                    "value_lr center_coef".split(), (0, math.inf)),
     **dict.fromkeys("max_grad_norm temperature beta".split(), (1e-8, math.inf)),
     **dict.fromkeys("clip_eps clip_low value_clip_eps".split(), (0, 1)),
     **dict.fromkeys("freeze_layers gamma lam".split(), (0, 1)),
@@ -318,6 +318,28 @@ def load_reference(cfg, device: torch.device):
     """A frozen copy of the policy as it starts."""
     name = build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model
     return load_model(name, device, trainable=False, trust_remote_code=cfg.trust_remote_code)
+
+
+def load_value_model(cfg, device: torch.device, tokenizer):
+    """The critic: the reward model where --reward names one, else the policy as it starts, with a fresh scalar head.
+
+    (The policy too where the reward model has another vocabulary: the critic must read what the policy writes.)
+    The head starts at 0: the first advantages are then the returns themselves, free of a random head's noise. (The
+    reward model's own head has seen only whole completions, and its scores carry the shift that rewards are rid of.)
+    """
+    name = build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model
+    if is_reward_model(cfg.reward):
+        if load_tokenizer(cfg.reward, cfg.trust_remote_code).get_vocab() == tokenizer.get_vocab():
+            name = cfg.reward
+    with torch.random.fork_rng(devices=[]):  # only rank 0 draws a head
+        model = load_model(name, device, cls=AutoModelForSequenceClassification,
+                           trust_remote_code=cfg.trust_remote_code, num_labels=1)
+    if not hasattr(model, "score"):
+        raise UserError(f"--model {name}: {type(model).__name__} has no scalar head named score")
+    with torch.no_grad():
+        for parameter in model.score.parameters():
+            parameter.zero_()
+    return model
 
 
 def decoder_layers(model) -> torch.nn.ModuleList:
@@ -603,7 +625,7 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
     """
     problems = []
     for row, place in zip(*read_rows(data, split)):
-        prompt = next((row[key] for key in ("prompt", "question", "problem") if row.get(key)), None)
+        prompt = row_prompt(row)
         is_chat = isinstance(prompt, list) and all(
             isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
             for m in prompt)
@@ -620,6 +642,10 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
             answer = extract_answer(answer) or answer
         problems.append(Problem(prompt, [], answer, row))
     return problems
+
+
+def row_prompt(row: dict):
+    return next((row[key] for key in ("prompt", "question", "problem") if row.get(key)), None)
 
 
 def read_train_and_eval(cfg) -> tuple[list[Problem], list[Problem]]:
@@ -988,6 +1014,31 @@ def head_is_sliceable(model) -> bool:
     return _SLICEABLE[model]
 
 
+def token_values(model, input_ids, attention_mask, num_completion_tokens: int):
+    """Value [B, T], float32, of the state before each of the last T tokens, 0 on padding.
+
+    The value at token t reads the tokens up to t - 1: what the policy knew when it chose t. `model` is a sequence
+    classifier with one label, whose head is `score`.
+    """
+    return call_gathered(state_values, model, input_ids, attention_mask, num_completion_tokens)
+
+
+def state_values(model, input_ids, attention_mask, T):
+    hidden, cells = completion_hidden(model, input_ids, attention_mask, T)
+    empty = torch.zeros(len(input_ids), T, device=hidden.device)
+    return empty.index_put(cells, model.score(hidden)[:, 0].float())
+
+
+@torch.no_grad()
+def rollout_values(model, rollout: Rollout, minibatches, max_tokens: int) -> torch.Tensor:
+    """Values [N, T] of the rows of `minibatches`, like `rollout_logprobs`."""
+    out = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
+    for minibatch in minibatches:
+        for rows, input_ids, attention_mask, T in micro_batches(rollout, minibatch, max_tokens):
+            out[rows, :T] = token_values(model, input_ids, attention_mask, T)
+    return out
+
+
 @torch.no_grad()
 def rollout_logprobs(model, rollout: Rollout, minibatches, max_tokens: int, temperature: float) -> torch.Tensor:
     """Log-probs [N, T] of the rows of `minibatches`, without gradient; 0 elsewhere, and where the model is None.
@@ -1046,7 +1097,10 @@ def load_reward(cfg, wrong: float = 0.0):
     verifier: 1 where the last answer equals the gold one, else `wrong`. FILE.py:FUNCTION: whatever
     FUNCTION(prompt, completion, row) returns; it counts as correct where it is above 0. --format_reward adds its
     weight times `format_reward`. Each completion is judged once, by the rank that has it in its share.
+    REWARD_MODEL_DIR: see `load_reward_model`.
     """
+    if is_reward_model(cfg.reward):
+        return load_reward_model(cfg)
     judge = None if cfg.reward == "verifier" else load_reward_function(cfg.reward)
 
     def score(problems: list[Problem], rollout: Rollout):
@@ -1066,6 +1120,82 @@ def load_reward(cfg, wrong: float = 0.0):
         return (torch.tensor(gather_in_order(rewards), dtype=torch.float32, device=device).view(shape),
                 torch.tensor(gather_in_order(correct), dtype=torch.bool, device=device).view(shape))
     return score
+
+
+def is_reward_model(reward: str) -> bool:
+    return os.path.isdir(reward)
+
+
+def load_reward_model(cfg):
+    """--reward DIRECTORY -> score, as `load_reward` returns it: the model's score minus its config's `reward_shift`.
+
+    A completion counts as correct by the verifier where its row has an answer, else where its reward is above 0. A
+    model with the policy's vocabulary reads the tokens as they were sampled; another one reads the decoded text, in
+    its own tokens and its own chat template, and with its own EOS where the completion ended.
+    """
+    config = os.path.join(cfg.reward, "config.json")
+    if not os.path.isfile(config):
+        raise UserError(f"--reward {cfg.reward}: no config.json in it, so it is no model")
+    device = setup_device()
+    try:
+        own = load_tokenizer(cfg.reward, cfg.trust_remote_code)
+        model = load_model(cfg.reward, device, trainable=False, cls=AutoModelForSequenceClassification,
+                           trust_remote_code=cfg.trust_remote_code)
+    except UserError as error:
+        raise UserError(str(error).replace("--model", "--reward", 1)) from error
+    if not hasattr(model, "score") or model.config.num_labels != 1:
+        raise UserError(f"--reward {cfg.reward}: want a sequence classifier with one label, such as reward_model.py "
+                        "saves")
+    shift = getattr(model.config, "reward_shift", 0.0)
+    tokenizer = load_tokenizer(build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model, cfg.trust_remote_code)
+    same_tokens = tokenizer.get_vocab() == own.get_vocab()
+
+    @torch.no_grad()
+    def score(problems: list[Problem], rollout: Rollout):
+        shape = (len(problems), len(rollout.completions) // len(problems))
+        rows_of = [problem for problem in problems for _ in range(shape[1])]  # [N]
+        batch = rollout if same_tokens else retokenize(rows_of, rollout, own, cfg.system_prompt)
+        rewards = torch.zeros(len(rows_of), device=device)
+        for rows, input_ids, attention_mask, T in micro_batches(batch, range(len(rows_of)), cfg.micro_batch_tokens):
+            scores = call_gathered(sequence_scores, model, input_ids, attention_mask)
+            if T > 0:  # else it only keeps step with the other ranks
+                rewards[rows] = scores - shift
+        rewards = sum_over_ranks(rewards)
+        correct = torch.tensor([is_equivalent(extract_answer(text), problem.answer) if problem.answer is not None
+                                else reward > 0 for problem, text, reward
+                                in zip(rows_of, rollout.completions, rewards.tolist())], device=device)
+        if cfg.format_reward:
+            rewards += cfg.format_reward * torch.tensor([format_reward(text) for text in rollout.completions],
+                                                        device=device)
+        return rewards.view(shape), correct.view(shape)
+    return score
+
+
+def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prompt: str):
+    """The N sequences of a rollout in the tokens of another model: what `micro_batches` deals.
+
+    The prompt's last token counts as the completion's first, so that no completion is empty.
+    """
+    prompts, completions = [], []
+    for problem, text, finished in zip(problems, rollout.completions, rollout.finished.tolist()):
+        rendered, templated = render_prompt(row_prompt(problem.row), tokenizer, system_prompt)
+        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"] if templated else encode(tokenizer, rendered)
+        prompts.append(ids[:-1])
+        completions.append(ids[-1:] + tokenizer(text, add_special_tokens=False)["input_ids"]
+                           + [tokenizer.eos_token_id] * finished)
+    input_ids, attention_mask, mask = collate(prompts, completions, tokenizer.pad_token_id, rollout.mask.device)
+    return types.SimpleNamespace(input_ids=input_ids, attention_mask=attention_mask, mask=mask)
+
+
+def sequence_scores(model, input_ids, attention_mask):
+    """A sequence classifier's score [B], float32, at the last real token of each row: by position, since the pad
+    token may be the EOS."""
+    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+    start = attention_mask.to(torch.int32).argmax(1)  # [B] the first real column
+    shifted = input_ids.gather(1, (columns + start[:, None]) % input_ids.shape[1])
+    hidden = model.base_model(input_ids=shifted, use_cache=False).last_hidden_state  # [B, L+T, H]
+    last = hidden[torch.arange(len(hidden), device=hidden.device), attention_mask.sum(1) - 1]  # [B, H]
+    return model.score(last)[:, 0].float()
 
 
 def load_reward_function(spec: str):
@@ -1589,6 +1719,9 @@ class Run:
     # flags that may differ between a run and its continuation
     MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "micro_batch_tokens"}
 
+    bad_model = None  # the one whose update was skipped last
+    extra = {}        # numbers that a script keeps across --resume: assigned before `start`
+
     def __init__(self, cfg):
         """Check the output directory, join the other ranks, seed. Writes nothing yet."""
         self.script = Path(sys.argv[0]).name
@@ -1725,9 +1858,10 @@ class Run:
         if math.isfinite(norm) and math.isfinite(loss):
             optimizer.step()
             schedule.step()
-            self.bad_steps = 0
+            if self.bad_model in (None, model):  # of two models, the good one does not excuse the other
+                self.bad_steps = 0
         else:
-            self.bad_steps += 1
+            self.bad_steps, self.bad_model = self.bad_steps + 1, model
             say(f"loss {loss}, gradient norm {norm}: update skipped ({self.bad_steps} in a row)")
         optimizer.zero_grad(set_to_none=True)
         if self.bad_steps >= self.cfg.max_bad_steps:
@@ -1796,6 +1930,7 @@ class Run:
         final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
         temporary = final.with_suffix(".tmp")
         state = {"next_step": self.next_step, "position": self.data.position, "bad_steps": self.bad_steps,
+                 "extra": self.extra,
                  "schedules": {name: schedule.state_dict() for name, (_, _, schedule) in self.trained.items()},
                  "random": random_states()}
 
@@ -1839,7 +1974,7 @@ class Run:
             for name, (_, _, schedule) in self.trained.items():
                 schedule.load_state_dict(state["schedules"][name])
             self.next_step, self.data.position = state["next_step"], state["position"]
-            self.bad_steps = state["bad_steps"]
+            self.bad_steps, self.extra = state["bad_steps"], state["extra"]
             set_random_states(state["random"])
         except Exception as error:  # damaged files raise anything, from EOFError to UnpicklingError
             raise UserError(f"--resume: {path} is damaged or of another model: {innermost(error)}") from error

@@ -1,0 +1,464 @@
+"""PPO's equations by hand and against their definitions, its invariances, the critic, and whole runs."""
+import itertools
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer,
+                          PreTrainedTokenizerFast)
+
+import common
+import ppo
+from helpers import random_model, read_metrics, run_script
+
+LENGTHS = [6, 3, 1, 0]  # masks that end early, and a completion without tokens
+MASK = torch.arange(6) < torch.tensor(LENGTHS)[:, None]
+
+
+def random_critic(architecture: str = "Qwen2", seed: int = 0):
+    """A random classifier with one label, and its tokenizer."""
+    policy, tokenizer = random_model(architecture, seed)
+    policy.config.num_labels = 1
+    critic = AutoModelForSequenceClassification.from_config(policy.config).eval()
+    critic.base_model.load_state_dict(policy.base_model.state_dict())
+    torch.nn.init.normal_(critic.score.weight, std=0.3)
+    return critic, tokenizer
+
+
+# ------------------------------------------------------------------------------------------- rewards per token
+
+def test_token_rewards_by_hand():
+    """β = .1: −.1·(−1 − (−2)) = −.1, then −.1·(−1 − 0) + 5 = 5.1 at the last token; a lone token has both."""
+    logprobs, ref_logprobs = torch.tensor([[-1.0, -1, -9], [-3, -9, -9]]), torch.tensor([[-2.0, 0, 4], [-1, 4, 4]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
+    rewards = ppo.token_rewards(torch.tensor([5.0, -1.0]), logprobs, ref_logprobs, mask, 0.1)
+    torch.testing.assert_close(rewards, torch.tensor([[-0.1, 5.1, 0], [-0.8, 0, 0]]))
+    rewards = ppo.token_rewards(torch.tensor([5.0, -1.0]), logprobs, None, mask, 0.0)
+    torch.testing.assert_close(rewards, torch.tensor([[0, 5.0, 0], [-1, 0, 0]]))
+
+
+def test_token_rewards_sum_to_the_score_less_the_kl():
+    """InstructGPT eq. 2: Σ_t r_t = score − β·(log π(o) − log π_ref(o))."""
+    torch.manual_seed(0)
+    scores, logprobs, ref_logprobs = torch.randn(3), torch.randn(3, 6), torch.randn(3, 6)
+    mask = MASK[:3]
+    expected = scores - 0.3 * ((logprobs - ref_logprobs) * mask).sum(1)
+    torch.testing.assert_close(ppo.token_rewards(scores, logprobs, ref_logprobs, mask, 0.3).sum(1), expected)
+
+
+# -------------------------------------------------------------------------------------------------- advantages
+
+def gae_by_definition(rewards, values, mask, gamma, lam):
+    """Â_t = Σ_l (γλ)^l (r_{t+l} + γ V_{t+l+1} − V_{t+l}), token by token, in Python's floats."""
+    advantages = torch.zeros(rewards.shape)
+    for i, n in enumerate(mask.sum(1).tolist()):
+        r, v = rewards[i, :n].tolist(), values[i, :n].tolist() + [0.0]
+        for t in range(n):
+            advantages[i, t] = sum((gamma * lam) ** l * (r[t + l] + gamma * v[t + l + 1] - v[t + l])
+                                   for l in range(n - t))
+    return advantages
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (1.0, 0.0), (0.0, 0.5)])
+def test_gae_is_the_double_sum(gamma, lam):
+    torch.manual_seed(0)
+    rewards, values = torch.randn(4, 6), torch.randn(4, 6)
+    expected = gae_by_definition(rewards, values, MASK, gamma, lam)
+    advantages, returns = ppo.gae(rewards, values, MASK, gamma, lam)
+    torch.testing.assert_close(advantages, expected)
+    torch.testing.assert_close(returns, (expected + values) * MASK)
+    assert (advantages[~MASK] == 0).all() and (returns[~MASK] == 0).all()
+
+
+def test_gae_by_hand():
+    """γ = 1, λ = .5, rewards 0 0 1, values .2 .4 .8: δ = .2, .4, .2; Â = .2 + .5·.5 = .45, .4 + .5·.2 = .5, .2."""
+    advantages, returns = ppo.gae(torch.tensor([[0.0, 0, 1, 7]]), torch.tensor([[0.2, 0.4, 0.8, 7]]),
+                                  torch.tensor([[True, True, True, False]]), 1.0, 0.5)
+    torch.testing.assert_close(advantages, torch.tensor([[0.45, 0.5, 0.2, 0]]))
+    torch.testing.assert_close(returns, torch.tensor([[0.65, 0.9, 1.0, 0]]))
+
+
+def test_without_discounting_gae_is_return_minus_value():
+    """γ = λ = 1: Â_t = Σ_{s ≥ t} r_s − V_t, and the critic's target is the sum of the rewards to come."""
+    torch.manual_seed(0)
+    rewards, values = torch.randn(4, 6), torch.randn(4, 6)
+    advantages, returns = ppo.gae(rewards, values, MASK, 1.0, 1.0)
+    to_come = (rewards * MASK).flip(1).cumsum(1).flip(1) * MASK
+    torch.testing.assert_close(returns, to_come)
+    torch.testing.assert_close(advantages, (to_come - values) * MASK)
+
+
+def test_whitening_by_hand():
+    """1 2 3 6 over two completions: mean 3, squares 4 1 0 9, variance 3.5."""
+    advantages = torch.tensor([[1.0, 2, 99], [3, 6, 99]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0]]).bool()
+    torch.testing.assert_close(ppo.whiten(advantages, mask),
+                               torch.tensor([[-2.0, -1, 0], [0, 3, 0]]) / math.sqrt(3.5))
+
+
+def test_whitening_is_over_the_whole_batch():
+    """Two halves of different scale keep their difference; whitened apart, each would have mean 0 and std 1."""
+    torch.manual_seed(0)
+    advantages = torch.randn(4, 6) + torch.tensor([0.0, 0, 10, 10])[:, None]
+    mask = torch.ones(4, 6).bool()
+    white = ppo.whiten(advantages, mask)
+    assert abs(white.mean()) < 1e-6 and white.std(correction=0).item() == pytest.approx(1)
+    assert white[:2].mean() < -0.9 and white[2:].mean() > 0.9
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -3.3333333, 1e6])
+def test_equal_advantages_are_exactly_zero(value):
+    assert (ppo.whiten(torch.full((4, 6), value), MASK) == 0).all()
+    assert (ppo.whiten(torch.full((1, 1), value), torch.ones(1, 1).bool()) == 0).all()  # a single token
+    assert (ppo.whiten(torch.full((1, 1), value), torch.zeros(1, 1).bool()) == 0).all()  # none
+
+
+# ------------------------------------------------------------------------------------------------ weights and loss
+
+def test_weights_are_a_mean_over_all_tokens():
+    """Lengths 1, 2 and 0: 1/3 each."""
+    mask = torch.tensor([[1, 0], [1, 1], [0, 0]]).bool()
+    torch.testing.assert_close(ppo.token_weights(mask, mask.sum()), torch.tensor([[1, 0], [1, 1], [0, 0]]) / 3)
+    assert (ppo.token_weights(mask & False, 0) == 0).all()
+
+
+@pytest.mark.parametrize("ratio, advantage, value, slope", [
+    (1.00, 1.0, 1.00, 1.00), (1.10, 1.0, 1.10, 1.10),
+    (1.35, 1.0, 1.20, 0.00),   # ε = .2 counts 1.2·Â and stops pushing up
+    (0.50, 1.0, 0.50, 0.50),   # a good token that fell is pushed back up
+    (0.50, -1.0, -0.80, 0.00), (1.35, -1.0, -1.35, -1.35),
+    (5.00, -1.0, -5.00, -5.00)])  # no second clip hides here
+def test_the_clipped_surrogate_by_hand(ratio, advantage, value, slope):
+    """min(ρÂ, clip(ρ, .8, 1.2)Â), and its derivative with respect to log π: ρÂ inside, 0 where the clip is chosen."""
+    logprobs = torch.tensor([[math.log(ratio) - 2.0]], requires_grad=True)
+    loss, stats = ppo.ppo_loss(logprobs, torch.tensor([[-2.0]]), torch.tensor([[advantage]]), torch.ones(1, 1), 0.2)
+    loss.backward()
+    assert loss.item() == pytest.approx(-value, rel=1e-5)
+    assert logprobs.grad.item() == pytest.approx(-slope, rel=1e-5)
+    assert stats["clip_fraction"] == (slope == 0)
+
+
+@pytest.mark.parametrize("value, target, loss, slope", [
+    (0.1, 1.0, 0.405, -0.9),   # inside ε = .2: ½·.9²
+    (0.5, 1.0, 0.320, 0.0),    # moved too far, toward the target: counted at .2, ½·.8², and not pushed
+    (-0.5, 1.0, 1.125, -1.5),  # moved too far, away from the target: counted and pushed in full, ½·1.5²
+    (0.5, 0.1, 0.080, 0.4)])   # overshot: ½·max(.4², .1²)
+def test_the_four_cases_of_value_clipping(value, target, loss, slope):
+    """½ max((V − V̂)², (clip(V, ±.2) − V̂)²) around an old value of 0, and its derivative in V."""
+    values = torch.tensor([[value]], requires_grad=True)
+    result, stats = ppo.value_loss(values, torch.zeros(1, 1), torch.tensor([[target]]), torch.ones(1, 1), 0.2)
+    result.backward()
+    assert result.item() == pytest.approx(loss, rel=1e-5)
+    assert values.grad.item() == pytest.approx(slope, rel=1e-5, abs=1e-7)
+    assert stats["value_clip_fraction"] == (slope == 0)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e38])
+def test_nothing_under_the_mask_matters(garbage):
+    def run(fill):
+        tensors = [torch.linspace(-3, -1, 24).view(4, 6) * k for k in (1.0, 1.1, 0.9, 0.7)]
+        logprobs, old_logprobs, ref_logprobs, values = [t.where(MASK, fill) for t in tensors]
+        scores = torch.tensor([1.0, -1.0, 0.5, fill])  # the last completion has no tokens
+        rewards = ppo.token_rewards(scores, old_logprobs, ref_logprobs, MASK, 0.1).where(MASK, fill)
+        advantages, returns = ppo.gae(rewards, values, MASK, 1.0, 0.95)
+        weights = ppo.token_weights(MASK, MASK.sum())
+        white = ppo.whiten(advantages.where(MASK, fill), MASK)
+        logprobs, new_values = logprobs.requires_grad_(), (values * 1.5).requires_grad_()
+        policy_loss, policy_stats = ppo.ppo_loss(logprobs, old_logprobs, white.where(MASK, fill), weights, 0.2)
+        critic_loss, critic_stats = ppo.value_loss(new_values, values, returns.where(MASK, fill), weights, 0.2)
+        (policy_loss + critic_loss).backward()
+        explained = torch.tensor(ppo.explained_variance(values, returns.where(MASK, fill), MASK))
+        return (advantages, returns, white, policy_loss.detach(), critic_loss.detach(), logprobs.grad, new_values.grad,
+                explained, *policy_stats.values(), *critic_stats.values())
+
+    for clean, dirty in zip(run(0.0), run(garbage)):
+        assert clean.isfinite().all() and torch.equal(clean, dirty)
+
+
+@pytest.mark.parametrize("difference", [-5000.0, 5000.0])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_huge_log_ratios_stay_finite(difference, advantage):
+    logprobs = torch.tensor([[difference]], requires_grad=True)
+    loss, _ = ppo.ppo_loss(logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), torch.ones(1, 1), 0.2)
+    loss.backward()
+    assert loss.isfinite() and logprobs.grad.isfinite().all()
+
+
+def test_explained_variance_by_hand():
+    """Returns 1 2 3 have variance 2/3. A perfect critic, one that is off by a constant: 1. A constant one: 0. Twice the
+    deviation, the wrong way round (3 2 1): errors −2 0 2, variance 8/3, 1 − 4 = −3."""
+    returns, mask = torch.tensor([[1.0, 2, 3, 9]]), torch.tensor([[1, 1, 1, 0]]).bool()
+    for values, expected in (([1.0, 2, 3, 0], 1), ([3.0, 4, 5, 0], 1), ([7.0, 7, 7, 0], 0), ([3.0, 2, 1, 0], -3)):
+        assert ppo.explained_variance(torch.tensor([values]), returns, mask) == pytest.approx(expected, abs=1e-6)
+    assert ppo.explained_variance(returns, torch.ones(1, 4), mask) == 0.0
+
+
+def test_the_kl_controller_by_hand():
+    """Target 6: at 6.6 e = .1, β grows by 1%; far above or below it moves by 2% at most."""
+    assert ppo.adapted_kl_coef(0.2, 6.6, 6.0) == pytest.approx(0.2 * 1.01)
+    assert ppo.adapted_kl_coef(0.2, 600.0, 6.0) == pytest.approx(0.2 * 1.02)
+    assert ppo.adapted_kl_coef(0.2, -5.0, 6.0) == pytest.approx(0.2 * 0.98)
+    assert ppo.adapted_kl_coef(0.2, 6.0, 6.0) == 0.2
+
+
+# ------------------------------------------------------------------------------------------------------ the critic
+
+@pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "GPT2", "Mistral"])
+def test_the_value_of_a_token_is_that_of_the_state_before_it(architecture):
+    """Against the classifier's own head on each prefix alone, without padding: V_t reads the tokens up to t − 1."""
+    critic, tokenizer = random_critic(architecture)
+    prompts = [tokenizer.encode(text) for text in ("12+34=?", "7+8=?")]
+    completions = [tokenizer.encode("2+4=6") + [tokenizer.eos_token_id], tokenizer.encode("15")]
+    input_ids, attention_mask, mask = common.collate(prompts, completions, tokenizer.pad_token_id)
+    T = mask.shape[1]
+    values = common.token_values(critic, input_ids, attention_mask, T)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions)):
+        for t in range(len(completion)):
+            hidden = critic.base_model(torch.tensor([prompt + completion[:t]])).last_hidden_state[:, -1]
+            torch.testing.assert_close(values[row, t], critic.score(hidden)[0, 0], rtol=1e-4, atol=1e-5)
+    assert (values[~mask] == 0).all()
+
+    for t in range(T):  # and other tokens from t on change nothing up to t
+        changed = input_ids.clone()
+        changed[:, input_ids.shape[1] - T + t:] = 9
+        torch.testing.assert_close(common.token_values(critic, changed, attention_mask, T)[:, :t + 1],
+                                   values[:, :t + 1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_critic_of_another_vocabulary_is_not_taken(tmp_path, policy_directory):
+    """The critic reads what the policy writes: it starts from the reward model only where both number tokens alike."""
+    save_reward_model(tmp_path / "rm")
+    tokenizer = common.load_tokenizer(str(tmp_path / "rm"))
+    cfg = reward_config(tmp_path / "rm", policy_directory)
+    assert common.load_value_model(cfg, torch.device("cpu"), tokenizer).config.model_type == "llama"
+    tokenizer.add_tokens("a new one")
+    assert common.load_value_model(cfg, torch.device("cpu"), tokenizer).config.model_type == "qwen2"
+
+
+def test_the_critic_starts_at_zero_from_the_policy(tmp_path):
+    policy, tokenizer = random_model("Qwen2")
+    policy.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    random_state = torch.get_rng_state()
+    cfg = SimpleNamespace(model=str(tmp_path), reward="verifier", data="arithmetic", trust_remote_code=False)
+    critic = common.load_value_model(cfg, torch.device("cpu"), tokenizer)
+    assert torch.equal(random_state, torch.get_rng_state())  # or ranks, of which one reads the weights, would part
+    ids = torch.tensor([[3, 9, 10, 11]])
+    assert (common.token_values(critic, ids, torch.ones_like(ids), 3) == 0).all()
+    torch.testing.assert_close(critic.base_model(ids)[0], policy.base_model(ids)[0])
+    assert all(parameter.requires_grad for parameter in critic.parameters())
+
+
+@pytest.mark.parametrize("max_tokens", [1, 60, 200, 100_000])
+def test_any_micro_batch_size_gives_the_same_gradients(max_tokens):
+    """Policy and critic, against the definition: every completion alone, and one mean over the tokens of all."""
+    policy, tokenizer = random_model("Qwen2")
+    critic, _ = random_critic()
+    torch.manual_seed(0)
+    rollout = common.sample(policy, tokenizer, ["1+1=?", "12+34=?", "5+60=?"] * 4, 1, 20)
+    shape = rollout.mask.shape
+    advantages, returns, old_values = torch.randn(shape), torch.randn(shape), torch.randn(shape)
+    weights = ppo.token_weights(rollout.mask, rollout.mask.sum())
+
+    def gradients(add_losses):
+        policy.zero_grad()
+        critic.zero_grad()
+        add_losses()
+        return [torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+                for model in (policy, critic)]
+
+    def in_micro_batches():
+        for rows, input_ids, attention_mask, T in common.micro_batches(rollout, range(12), max_tokens):
+            logprobs, _ = common.token_logprobs(policy, input_ids, attention_mask, T)
+            ppo.ppo_loss(logprobs, logprobs.detach(), advantages[rows, :T], weights[rows, :T], 0.2)[0].backward()
+            values = common.token_values(critic, input_ids, attention_mask, T)
+            ppo.value_loss(values, old_values[rows, :T], returns[rows, :T], weights[rows, :T], 0.2)[0].backward()
+
+    def by_definition():
+        total = int(rollout.mask.sum())
+        for i in range(12):
+            n = int(rollout.lengths[i])
+            ids = rollout.input_ids[i][rollout.attention_mask[i].bool()]
+            logprobs = policy(ids[None]).logits[0, -n - 1:-1].log_softmax(-1).gather(1, ids[-n:, None])[:, 0]
+            (-(logprobs * advantages[i, :n]).sum() / total).backward()
+            values = critic.score(critic.base_model(ids[None])[0])[0, -n - 1:-1, 0]
+            old, target = old_values[i, :n], returns[i, :n]
+            clipped = old + (values - old).clamp(-0.2, 0.2)
+            (torch.max((values - target) ** 2, (clipped - target) ** 2).sum() / 2 / total).backward()
+
+    for ours, expected in zip(gradients(in_micro_batches), gradients(by_definition)):
+        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
+
+
+# -------------------------------------------------------------------------------------------------- reward models
+
+def save_reward_model(directory, shift=0.0):
+    model, tokenizer = random_critic("Llama")
+    model.config.reward_shift = shift
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return model
+
+
+def reward_config(directory, policy_directory, **changes):
+    return SimpleNamespace(**{**dict(model=str(policy_directory), reward=str(directory), data="arithmetic",
+                                     trust_remote_code=False, system_prompt="", micro_batch_tokens=80,
+                                     format_reward=0.0), **changes})
+
+
+@pytest.fixture
+def policy_directory(tmp_path):
+    policy, tokenizer = random_model("Qwen2", seed=1)
+    policy.save_pretrained(tmp_path / "policy")
+    tokenizer.save_pretrained(tmp_path / "policy")
+    return tmp_path / "policy"
+
+
+def problems_and_rollout(policy_directory):
+    policy = AutoModelForCausalLM.from_pretrained(policy_directory).eval()
+    tokenizer = AutoTokenizer.from_pretrained(policy_directory)
+    rows = [{"prompt": "1+1=?", "answer": "2"}, {"prompt": "12+34=?", "answer": "46"}]
+    problems = [common.Problem(row["prompt"], tokenizer.encode(row["prompt"]), row["answer"], row) for row in rows]
+    torch.manual_seed(0)
+    return problems, common.sample(policy, tokenizer, [p.prompt_ids for p in problems], 4, 12)
+
+
+def test_a_reward_model_reads_the_sampled_tokens_at_the_last_of_them(tmp_path, policy_directory):
+    """Its score of each row alone, EOS included where there is one, less the shift of its config."""
+    model = save_reward_model(tmp_path / "rm", shift=0.25)
+    problems, rollout = problems_and_rollout(policy_directory)
+    assert rollout.finished.any() and not rollout.finished.all()
+    rewards, correct = common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
+    assert rewards.shape == correct.shape == (2, 4) and not correct.any()
+    for i in range(8):
+        ids = rollout.input_ids[i][rollout.attention_mask[i].bool()]
+        expected = model.score(model.base_model(ids[None])[0])[0, -1, 0] - 0.25
+        torch.testing.assert_close(rewards.flatten()[i], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_reward_model_of_another_vocabulary_reads_the_text(tmp_path, policy_directory):
+    """The same model with its token ids shuffled, and its tokenizer too, scores the decoded text as the first would."""
+    model = save_reward_model(tmp_path / "rm")
+    problems, rollout = problems_and_rollout(policy_directory)
+    tokenizer = common.tiny_tokenizer()
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    size = len(tokenizer)
+    state["model"]["vocab"] = {token: size - 1 - i for token, i in state["model"]["vocab"].items()}
+    for token in state["added_tokens"]:
+        token["id"] = size - 1 - token["id"]
+    reversed_ids = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), pad_token="<pad>",
+                                           eos_token="<eos>", unk_token="<unk>", clean_up_tokenization_spaces=False)
+    assert reversed_ids.eos_token_id == size - 1 - tokenizer.eos_token_id
+    with torch.no_grad():
+        table = model.base_model.embed_tokens.weight
+        table.copy_(table.flip(0).clone())
+    model.save_pretrained(tmp_path / "rm")
+    reversed_ids.save_pretrained(tmp_path / "rm")
+    rewards, _ = common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
+    for i, (text, finished) in enumerate(zip(rollout.completions, rollout.finished)):
+        ids = reversed_ids.encode(problems[i // 4].prompt + text) + [reversed_ids.eos_token_id] * bool(finished)
+        expected = model.score(model.base_model(torch.tensor([ids]))[0])[0, -1, 0]
+        torch.testing.assert_close(rewards.flatten()[i], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_with_a_reward_model(tmp_path):
+    """Llama as reward model and as critic, under a Qwen2 policy; accuracy is the verifier's."""
+    save_reward_model(tmp_path / "rm", shift=1.5)
+    done = run_script("ppo.py", "--steps", 1, "--prompts_per_step", 16, "--reward", tmp_path / "rm", "--output_dir",
+                      tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    metrics = read_metrics(tmp_path / "run")
+    assert metrics[0]["eval_accuracy"] > 0.3 and 0 <= metrics[1]["accuracy"] <= 1 and metrics[1]["reward"] % 1 != 0
+
+
+def test_a_directory_that_is_no_reward_model_is_refused_by_name(tmp_path, policy_directory):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    for name in ("empty", "broken"):
+        with pytest.raises(common.UserError, match=f"^--reward .*{name}"):
+            common.load_reward(reward_config(tmp_path / name, policy_directory))
+
+
+# ---------------------------------------------------------------------------------------------------- whole runs
+
+def test_a_whole_run_learns_and_its_model_loads(tmp_path):
+    """Six steps: step one is on-policy, the critic is there, accuracy rises, model/ is the policy alone."""
+    out = tmp_path / "run"
+    done = run_script("ppo.py", "--steps", 6, "--prompts_per_step", 192, "--eval_every", 6, "--output_dir", out)
+    assert done.returncode == 0, done.stderr
+    metrics = read_metrics(out)
+    assert [m["step"] for m in metrics] == list(range(7))
+    first = metrics[1]
+    assert first["kl"] == 0 and first["explained_variance"] == 0 and first["kl_coef"] == ppo.Config.kl_coef
+    assert {"reward", "accuracy", "entropy", "loss", "lr", "grad_norm", "clip_fraction", "completion_length",
+            "truncated_fraction", "seconds", "tokens_per_second", "peak_memory_mb", "value_loss", "value_lr",
+            "value_grad_norm", "value_clip_fraction"} <= first.keys()
+    assert metrics[0]["eval_accuracy"] <= 0.65 and metrics[6]["eval_accuracy"] >= metrics[0]["eval_accuracy"] + 0.2
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "model"), AutoTokenizer.from_pretrained(out / "model")
+    rollout = common.sample(model, tokenizer, ["12+34=?"], 1, 40, greedy=True)
+    assert rollout.completions[0].startswith("<think>") and rollout.finished.all()
+
+
+def test_the_first_update_is_on_policy(tmp_path):
+    """One pass, one minibatch: ratio 1, nothing clipped; the whitened advantages have mean 0, and so has the loss."""
+    done = run_script("ppo.py", "--steps", 1, "--prompts_per_step", 16, "--updates_per_batch", 1, "--output_dir",
+                      tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    first = read_metrics(tmp_path / "run")[1]
+    assert first["clip_fraction"] == 0 and first["kl"] == 0 and abs(first["loss"]) < 1e-6
+
+
+@pytest.mark.parametrize("flags", [
+    ["--minibatches", 4, "--updates_per_batch", 2, "--kl_coef", 0, "--entropy_coef", 0.01],
+    ["--missing_eos_score", "none", "--max_new_tokens", 8, "--lam", 1, "--value_clip_eps", 1]])
+def test_flags_that_change_the_loop(tmp_path, flags):
+    done = run_script("ppo.py", "--steps", 2, "--prompts_per_step", 16, "--eval_every", 100, "--output_dir",
+                      tmp_path / "run", *flags)
+    assert done.returncode == 0, done.stderr
+    metrics = read_metrics(tmp_path / "run")
+    assert ("kl" in metrics[1]) == ("--kl_coef" not in flags)
+    if "none" in flags:
+        assert metrics[1]["truncated_fraction"] == 1 and metrics[1]["reward"] == 0
+
+
+def test_completions_without_eos_get_their_score_and_the_kl_coefficient_survives_a_resume(tmp_path):
+    flags = ["--prompts_per_step", 16, "--max_new_tokens", 8, "--missing_eos_score", "-2.5", "--kl_target", 0.01,
+             "--save_every", 1, "--lr", 1e-3]
+    whole = run_script("ppo.py", "--steps", 4, "--output_dir", tmp_path / "whole", *flags)
+    assert whole.returncode == 0, whole.stderr
+    expected = read_metrics(tmp_path / "whole")
+    assert expected[1]["reward"] == -2.5  # eight tokens are too few to end
+    coefficients = [m["kl_coef"] for m in expected[1:]]
+    assert coefficients[1] == pytest.approx(ppo.Config.kl_coef * 0.98) and len(set(coefficients)) == 4
+    for steps in (2, 4):
+        part = run_script("ppo.py", "--steps", steps, "--output_dir", tmp_path / "parts", *flags,
+                          *["--resume"] * (steps == 4))
+        assert part.returncode == 0, part.stderr
+    for a, b in itertools.zip_longest(expected, read_metrics(tmp_path / "parts")):
+        for name in ("reward", "kl", "kl_coef", "loss", "value_loss", "explained_variance"):
+            assert a.get(name) == b.get(name)
+
+
+@pytest.mark.parametrize("flags, word", [
+    (["--missing_eos_score", "low"], "--missing_eos_score"), (["--kl_target", 6, "--kl_coef", 0], "--kl_target"),
+    (["--lam", 1.5], "--lam"), (["--reward", "no/such/directory"], "--reward")])
+def test_mistakes_are_one_line(tmp_path, flags, word):
+    done = run_script("ppo.py", "--output_dir", tmp_path / "run", *flags)
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and word in done.stderr
+
+
+def test_two_ranks_do_what_one_does(tmp_path):
+    """The same rewards, KL and critic from two gloo processes, under FSDP, as from one plain one."""
+    flags = ["--steps", 2, "--prompts_per_step", 24, "--minibatches", 2, "--micro_batch_tokens", 300,
+             "--eval_every", 100]
+    one = run_script("ppo.py", *flags, "--output_dir", tmp_path / "one")
+    two = run_script("ppo.py", *flags, "--output_dir", tmp_path / "two", processes=2)
+    assert one.returncode == 0 and two.returncode == 0, one.stderr + two.stderr
+    for a, b in zip(read_metrics(tmp_path / "one")[1:], read_metrics(tmp_path / "two")[1:]):
+        for name in ("reward", "kl", "loss", "grad_norm", "value_loss", "value_grad_norm", "explained_variance",
+                     "entropy"):
+            assert a[name] == pytest.approx(b[name], rel=1e-2, abs=1e-4), name
