@@ -28,6 +28,7 @@ import gzip
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import os
@@ -228,6 +229,18 @@ def gather_in_order(mine: list) -> list:
     return [item for part in parts for item in part]
 
 
+@contextlib.contextmanager
+def alone():
+    """Inside, this process acts as if it were the only one: for work that rank 0 does while the others wait."""
+    global rank, world_size
+    real = rank, world_size
+    rank, world_size = (lambda: 0), (lambda: 1)
+    try:
+        yield
+    finally:
+        rank, world_size = real
+
+
 def my_share(total: int) -> range:
     """This rank's contiguous share of range(total)."""
     return range(total * rank() // world_size(), total * (rank() + 1) // world_size())
@@ -299,11 +312,11 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
     return shard(model, device)
 
 
-def load_policy(cfg, device: torch.device):
+def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_changes):
     """--model -> (model to train, tokenizer), after checking that the two fit."""
     name = build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model
     tokenizer = load_tokenizer(name, cfg.trust_remote_code)
-    policy = load_model(name, device, trust_remote_code=cfg.trust_remote_code)
+    policy = load_model(name, device, cls=cls, trust_remote_code=cfg.trust_remote_code, **config_changes)
     config = policy.config.get_text_config()
     if len(tokenizer) > config.vocab_size:
         raise UserError(f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its embedding {config.vocab_size}")
@@ -667,15 +680,14 @@ def encode(tokenizer, text: str) -> list[int]:
     return ids
 
 
-def render_prompt(prompt, tokenizer, system_prompt: str) -> tuple[str, bool]:
+def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_PROMPT) -> tuple[str, bool]:
     """(text for the model, whether the chat template made it: then its special tokens are all there already)."""
     templated = isinstance(prompt, str) and prompt.lstrip().startswith(tuple(tokenizer.all_special_tokens))
     if templated or (isinstance(prompt, str) and not tokenizer.chat_template):
         return (f"{system_prompt}\n\n{prompt}" if system_prompt and not templated else prompt), False
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    system = [{"role": "system", "content": system_prompt or SYSTEM_PROMPT}]
-    if messages[0]["role"] != "system":
-        messages = system + messages
+    if messages[0]["role"] != "system" and (system_prompt or default):
+        messages = [{"role": "system", "content": system_prompt or default}, *messages]
     if not tokenizer.chat_template:
         return "\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages) + "\n\nAssistant:", False
     template = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False,
@@ -689,12 +701,12 @@ def render_prompt(prompt, tokenizer, system_prompt: str) -> tuple[str, bool]:
         return template([first, *messages[2:]]), True
 
 
-def encode_prompts(problems: list[Problem], tokenizer, cfg, what: str) -> list[Problem]:
+def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT) -> list:
     """Fill in `prompt_ids`; leave out prompts that are longer than --max_prompt_tokens, and say how many."""
     if not problems:
         return []
     for problem in problems:
-        text, templated = render_prompt(problem.prompt, tokenizer, cfg.system_prompt)
+        text, templated = render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt)
         with one_line_errors(f"{what}: the tokenizer cannot read {text[:40]!r}"):
             problem.prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"] if templated \
                 else encode(tokenizer, text)
@@ -736,6 +748,144 @@ def collate(prompts: list[list[int]], completions: list[list[int]], pad_id: int,
     real = [[0] * (L - len(p)) + [1] * (len(p) + len(c)) + [0] * (T - len(c)) for p, c in zip(prompts, completions)]
     attention_mask = torch.tensor(real, device=device)
     return torch.tensor(rows, device=device), attention_mask, attention_mask[:, L:].bool()
+
+
+# --------------------------------------------------------------------------------------------- preference data
+
+@dataclass
+class Preference:
+    """A prompt and K ≥ 2 answers to it, best first. Rows with `chosen` and `rejected` have K = 2."""
+    prompt: str
+    prompt_ids: list[int]
+    answers: list[str]
+    answer_ids: list[list[int]]   # each ends with EOS, unless it was cut
+    margin: float                 # how much better the first is (optional `margin` of the row; 0 where there is none)
+    ref_logprobs: tuple = ()      # of each answer under the reference, where DPO has worked them out
+
+
+def split_dialogue(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Two whole dialogues -> (prompt, chosen, rejected): the prompt is what they share, up to the last assistant turn.
+
+    "\\n\\nHuman: hi\\n\\nAssistant: hello" and "… Assistant: go away" share "\\n\\nHuman: hi\\n\\nAssistant:".
+    """
+    shared = os.path.commonprefix([chosen, rejected])
+    end = max(shared.rfind(turn) + len(turn) if turn in shared else -1 for turn in ("Assistant:", "assistant:"))
+    if end < 0:
+        raise ValueError("without a prompt, chosen and rejected must be dialogues that share a turn up to 'Assistant:'")
+    return chosen[:end], chosen[end:], rejected[end:]
+
+
+def answer_text(answer) -> str:
+    """A string, or the chat messages of one assistant turn."""
+    if isinstance(answer, list) and answer and isinstance(answer[-1], dict) and isinstance(answer[-1].get("content"), str):
+        return answer[-1]["content"]
+    if not isinstance(answer, str):
+        raise ValueError(f"an answer must be a string or chat messages, not {type(answer).__name__}")
+    return answer
+
+
+def read_preferences(data: str, split: str = "train") -> list[Preference]:
+    """Rows `prompt`, `chosen`, `rejected`; or whole dialogues without `prompt`; or `prompt`, `responses` (best first).
+
+    Not yet encoded. Rows whose answers are equal, or marked as a tie (`tie`, or a `margin` of 0), teach nothing: they
+    are left out and counted aloud.
+    """
+    if data.split(":")[0] == "arithmetic":
+        rows, places = read_json_lines(build_tiny_preferences(data, split))
+    else:
+        rows, places = read_rows(data, split)
+    preferences, ties = [], 0
+    for row, place in zip(rows, places):
+        try:
+            prompt = row_prompt(row)
+            answers = row["responses"] if "responses" in row else [row["chosen"], row["rejected"]]
+            if not isinstance(answers, list) or len(answers) < 2:
+                raise ValueError("responses must be a list of at least two answers, best first")
+            if prompt is None and all(isinstance(answer, list) for answer in answers):
+                prompt = answers[0][:-1]  # whole conversations: all but the last turn
+            answers = [answer_text(answer) for answer in answers]
+            if prompt is None:
+                prompt, *answers = split_dialogue(*answers)
+            margin = row.get("margin")
+            if margin is not None and not isinstance(margin, (int, float)):
+                raise ValueError(f"margin must be a number, not {type(margin).__name__}")
+            if not isinstance(prompt, (str, list)):
+                raise ValueError("want a prompt (string or chat messages)")
+        except KeyError as missing:
+            raise UserError(f"{place}: no {missing.args[0]}; want prompt, chosen and rejected, or responses") from None
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{place}: {error}") from None
+        if len(set(answers)) < len(answers) or row.get("tie") or margin == 0:
+            ties += 1
+        else:
+            preferences.append(Preference(prompt, [], answers, [], margin or 0.0))
+    if ties:
+        say(f"{data}: left out {ties} of {len(rows)} rows whose answers are equal or tie")
+    if not preferences:
+        raise UserError(f"{data}: no rows left")
+    return preferences
+
+
+def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str) -> list[Preference]:
+    """Fill in the token ids: answers end with EOS, or are cut at --max_completion_tokens and then have none."""
+    kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="")
+    for preference in kept:
+        preference.answer_ids = [
+            (tokenizer(answer, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id])
+            [:cfg.max_completion_tokens] for answer in preference.answers]
+    return kept
+
+
+def read_train_and_eval_preferences(cfg) -> tuple[list[Preference], list[Preference]]:
+    """--data and --eval_data, as `read_train_and_eval`."""
+    held_out = cfg.eval_data or (cfg.data if cfg.data.split(":")[0] == "arithmetic" else "")
+    return read_preferences(cfg.data, "train"), read_preferences(held_out, "eval") if held_out else []
+
+
+def build_tiny_preferences(data: str, split: str) -> Path:
+    """The built-in pairs, kept beside the tiny model: its own samples, right ones against wrong ones.
+
+    The verifier stands for the human or the language model who would judge. Problems whose 8 samples are all right
+    or all wrong give no pair, the others up to three.
+    """
+    tiny = build_tiny_model(data)
+    recipe = inspect.getsource(build_tiny_preferences)
+    directory = Path(f"{tiny}-pairs-{split}-{hashlib.sha256(recipe.encode()).hexdigest()[:6]}")
+
+    def build():
+        if directory.exists():
+            return
+        tokenizer, model = load_tokenizer(tiny), AutoModelForCausalLM.from_pretrained(tiny)
+        problems, rows = read_problems(data, split)[:3000], []
+        with torch.random.fork_rng(devices=[]), alone():
+            torch.manual_seed(0)
+            rollout = sample(model, tokenizer, [problem.prompt for problem in problems], 8, 60)
+        for p, problem in enumerate(problems):
+            judged = {text: is_equivalent(extract_answer(text), problem.answer)
+                      for text in rollout.completions[8 * p:8 * p + 8]}
+            right, wrong = ([text for text in judged if judged[text] == good] for good in (True, False))
+            rows += [{"prompt": problem.prompt, "chosen": chosen, "rejected": rejected, "answer": problem.answer}
+                     for chosen, rejected in itertools.islice(itertools.product(right, wrong), 3)]
+        write_directory(directory, lambda folder: (folder / "pairs.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)), replace=False)
+    on_main_rank_first(build)
+    return directory / "pairs.jsonl"
+
+
+@dataclass
+class Batch:
+    """What `micro_batches` deals, without the text: see Rollout."""
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    mask: torch.Tensor
+
+
+def collate_preferences(preferences: list[Preference], pad_id: int, device) -> tuple[Batch, list[list[int]]]:
+    """-> (batch with one row an answer, the row numbers of each preference's answers, best first)."""
+    prompts = [p.prompt_ids for p in preferences for _ in p.answer_ids]
+    batch = Batch(*collate(prompts, [ids for p in preferences for ids in p.answer_ids], pad_id, device))
+    rows = iter(range(len(prompts)))
+    return batch, [[next(rows) for _ in p.answer_ids] for p in preferences]
 
 
 # ---------------------------------------------------------------------------------------------------- sampling
@@ -1029,6 +1179,23 @@ def state_values(model, input_ids, attention_mask, T):
     return empty.index_put(cells, model.score(hidden)[:, 0].float())
 
 
+def sequence_scores(model, input_ids, attention_mask):
+    """A sequence classifier's score [B], float32, at the last real token of each row, EOS included.
+
+    By position, not by `ids != pad`: the pad token may be the EOS.
+    """
+    return call_gathered(last_token_scores, model, input_ids, attention_mask)
+
+
+def last_token_scores(model, input_ids, attention_mask):
+    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+    start = attention_mask.to(torch.int32).argmax(1)  # [B] the first real column
+    shifted = input_ids.gather(1, (columns + start[:, None]) % input_ids.shape[1])
+    hidden = model.base_model(input_ids=shifted, use_cache=False).last_hidden_state  # [B, L+T, H]
+    last = hidden[torch.arange(len(hidden), device=hidden.device), attention_mask.sum(1) - 1]  # [B, H]
+    return model.score(last)[:, 0].float()
+
+
 @torch.no_grad()
 def rollout_values(model, rollout: Rollout, minibatches, max_tokens: int) -> torch.Tensor:
     """Values [N, T] of the rows of `minibatches`, like `rollout_logprobs`."""
@@ -1061,7 +1228,7 @@ def micro_batches(batch, blocks: list, max_tokens: int):
     tokens unless a single block has more. Sorted by length, so that little padding is computed.
 
     Every rank yields the same number: FSDP's gradient reduction waits for all. Where there are fewer blocks than
-    ranks, one yields a sequence with T = 0, whose loss is an empty sum.
+    ranks, one yields a block again, with T = 0: give it no weight.
     """
     total, completion = batch.attention_mask.sum(1).tolist(), batch.mask.sum(1).tolist()
     blocks = [[int(block)] if not isinstance(block, list) else block for block in blocks]
@@ -1084,7 +1251,7 @@ def micro_batches(batch, blocks: list, max_tokens: int):
     for group in dealt[rank()::world_size()]:
         rows = [row for block in group for row in block]
         T = max((completion[row] for row in rows), default=0)
-        rows = torch.tensor(rows or blocks[0][:1], device=batch.mask.device)
+        rows = torch.tensor(rows or blocks[0], device=batch.mask.device)
         columns = slice(L - max(prompt[row] for row in rows.tolist()), L + T)
         yield rows, batch.input_ids[rows, columns], batch.attention_mask[rows, columns], T
 
@@ -1157,7 +1324,7 @@ def load_reward_model(cfg):
         batch = rollout if same_tokens else retokenize(rows_of, rollout, own, cfg.system_prompt)
         rewards = torch.zeros(len(rows_of), device=device)
         for rows, input_ids, attention_mask, T in micro_batches(batch, range(len(rows_of)), cfg.micro_batch_tokens):
-            scores = call_gathered(sequence_scores, model, input_ids, attention_mask)
+            scores = sequence_scores(model, input_ids, attention_mask)
             if T > 0:  # else it only keeps step with the other ranks
                 rewards[rows] = scores - shift
         rewards = sum_over_ranks(rewards)
@@ -1185,17 +1352,6 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
                            + [tokenizer.eos_token_id] * finished)
     input_ids, attention_mask, mask = collate(prompts, completions, tokenizer.pad_token_id, rollout.mask.device)
     return types.SimpleNamespace(input_ids=input_ids, attention_mask=attention_mask, mask=mask)
-
-
-def sequence_scores(model, input_ids, attention_mask):
-    """A sequence classifier's score [B], float32, at the last real token of each row: by position, since the pad
-    token may be the EOS."""
-    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-    start = attention_mask.to(torch.int32).argmax(1)  # [B] the first real column
-    shifted = input_ids.gather(1, (columns + start[:, None]) % input_ids.shape[1])
-    hidden = model.base_model(input_ids=shifted, use_cache=False).last_hidden_state  # [B, L+T, H]
-    last = hidden[torch.arange(len(hidden), device=hidden.device), attention_mask.sum(1) - 1]  # [B, H]
-    return model.score(last)[:, 0].float()
 
 
 def load_reward_function(spec: str):
@@ -1699,7 +1855,7 @@ class Meter:
     def __init__(self):
         self.sums, self.weights = {}, {}
 
-    def add(self, weight, **values) -> None:
+    def add(self, weight, /, **values) -> None:
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0.0) + value * weight
             self.weights[name] = self.weights.get(name, 0.0) + weight

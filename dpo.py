@@ -1,0 +1,157 @@
+"""DPO, Direct Preference Optimization (Rafailov et al. 2023, arXiv:2305.18290):
+
+    minimize  −log σ(β (Δ_policy − Δ_reference))        Δ = log π(y⁺|x) − log π(y⁻|x), mean over pairs        (eq. 7)
+    gradient  −β (1 − σ(β(Δ_policy − Δ_reference))) (∇log π(y⁺|x) − ∇log π(y⁻|x))                  (section 4)
+
+No reward model and no sampling: 1 − σ, the chance that the policy's own ranking is wrong, plays the advantage's part.
+--reference_free drops Δ_reference; --label_smoothing s is conservative DPO; --on_policy samples the pairs as it goes
+and lets --reward choose.
+
+Without flags: the tiny model learns additions from pairs of its own answers. README.md: real models and data.
+
+Shapes: B pairs of a micro-batch; T padded answer length.
+"""
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+import common
+from common import flag, sample, token_logprobs
+
+
+@dataclass
+class Config(common.RunConfig):
+    steps: int = flag(60, "updates")
+    pairs_per_step: int = flag(64, "pairs per update (paper: 64)")
+    max_completion_tokens: int = flag(1024, "answers are cut here, and then end without EOS")
+    on_policy: bool = flag(False, "sample two answers to each prompt of --data and let --reward choose")
+    max_new_tokens: int = flag(40, "sampled answers are cut here")
+    temperature: float = flag(1.0, "of sampling, and of every log-prob")
+    reward: str = flag("verifier", "the judge of --on_policy and of the evaluation: verifier, FILE.py:FUNCTION or a model")
+    format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
+    beta: float = flag(0.1, "β: how far the policy may leave the reference (paper: 0.1)")
+    reference_free: bool = flag(False, "Δ_reference = 0: no reference model")
+    label_smoothing: float = flag(0.0, "s: share of pairs taken to be the wrong way round (cDPO)")
+    lr: float = flag(5e-5, "learning rate: 1e-6 for a real model (paper: 1e-6)")
+    warmup_steps: int = flag(10, "updates of linear warm-up (paper: 150)")
+    max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
+
+
+def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta: float, label_smoothing: float = 0.0):
+    """Sequence log-probs [B] each -> (losses [B], stats). Both refs None: reference-free.
+
+    −(1 − s)·log σ(h) − s·log σ(−h) with h = β(Δ_policy − Δ_reference) (eq. 7; s: Mitchell 2023, "cDPO").
+    """
+    h = beta * (chosen - rejected)
+    if ref_chosen is not None:
+        h = h - beta * (ref_chosen - ref_rejected).detach()
+    losses = -(1 - label_smoothing) * F.logsigmoid(h) - label_smoothing * F.logsigmoid(-h)
+    stats = {"pair_accuracy": (h > 0).float().mean(), "margin": h.mean(), "weight": torch.sigmoid(-h).mean(),
+             "chosen_logprobs": chosen.mean(), "rejected_logprobs": rejected.mean()}
+    return losses, {name: value.detach() for name, value in stats.items()}
+
+
+def sequence_logprobs(model, input_ids, attention_mask, T: int, temperature: float) -> torch.Tensor:
+    """log π(y|x) [rows]: the sum over the answer's tokens, EOS included."""
+    return token_logprobs(model, input_ids, attention_mask, T, temperature)[0].sum(dim=1)
+
+
+@torch.no_grad()
+def all_sequence_logprobs(model, batch, blocks, cfg: Config) -> torch.Tensor:
+    """log π(y|x) [N] of every row of the batch, on every rank."""
+    logprobs = torch.zeros(len(batch.mask), device=batch.mask.device)
+    for rows, input_ids, attention_mask, T in common.micro_batches(batch, blocks, cfg.micro_batch_tokens):
+        logprobs[rows] += sequence_logprobs(model, input_ids, attention_mask, T, cfg.temperature)
+    return common.sum_over_ranks(logprobs)
+
+
+def evaluate(policy, tokenizer, pairs, problems, score, cfg: Config, device) -> dict[str, float]:
+    """Greedy accuracy where there are problems with answers, and how often π prefers the chosen answer to the rejected."""
+    metrics = common.evaluate(policy, tokenizer, problems, score, cfg)
+    if pairs:
+        batch, blocks = common.collate_preferences(pairs, tokenizer.pad_token_id, device)
+        logprobs = all_sequence_logprobs(policy, batch, blocks, cfg)
+        change = (logprobs - batch_reference(pairs, device)).view(-1, 2)  # a pair is two rows, chosen first
+        metrics["eval_pair_accuracy"] = (change[:, 0] > change[:, 1]).float().mean().item()
+    return metrics
+
+
+def batch_reference(pairs, device) -> torch.Tensor:
+    """Reference log-probs of the rows of the pairs, chosen and rejected in turn."""
+    return torch.tensor([value for pair in pairs for value in pair.ref_logprobs], device=device)
+
+
+def main(cfg: Config) -> None:
+    run = common.Run(cfg)
+    score = common.load_reward(cfg)
+    built_in = cfg.data.split(":")[0] == "arithmetic"
+    problems, eval_problems = common.read_train_and_eval(cfg) if cfg.on_policy or built_in else ([], [])
+    pairs, eval_pairs = ([], []) if cfg.on_policy else common.read_train_and_eval_preferences(cfg)
+    policy, tokenizer = common.load_policy(cfg, run.device)
+    reference = common.load_reference(cfg, run.device) if cfg.on_policy and not cfg.reference_free else None
+    optimizer, schedule = common.make_optimizer(policy, cfg)
+    eval_problems = common.encode_prompts(eval_problems, tokenizer, cfg, "--eval_data")
+    pairs, eval_pairs = (common.encode_preferences(p, tokenizer, cfg, name) for p, name in
+                         ((pairs, "--data"), (eval_pairs, "--eval_data")))
+    items = common.encode_prompts(problems, tokenizer, cfg, "--data") if cfg.on_policy else pairs
+    data = common.Shuffled(items, cfg.seed)
+
+    # The reference is the policy before its first update: score every pair once, and keep one model in memory.
+    for preferences in (pairs, eval_pairs):
+        if preferences:
+            batch, blocks = common.collate_preferences(preferences, tokenizer.pad_token_id, run.device)
+            logprobs = all_sequence_logprobs(policy, batch, blocks, cfg).tolist()
+            for preference, rows in zip(preferences, blocks):
+                preference.ref_logprobs = tuple(logprobs[row] for row in rows)
+
+    run.start(data, policy=(policy, optimizer, schedule))
+    if run.next_step == 0:
+        run.end_step(0, evaluate(policy, tokenizer, eval_pairs, eval_problems, score, cfg, run.device))
+
+    for step in run.steps():
+        meter, metrics = common.Meter(), {}
+
+        # 1. The step's pairs: from the data, or two samples to each prompt, of which the reward chooses.
+        if cfg.on_policy:
+            batch = data.next(cfg.pairs_per_step)
+            rollout = sample(policy, tokenizer, [problem.prompt_ids for problem in batch], 2, cfg.max_new_tokens,
+                             cfg.temperature)
+            rewards, correct = score(batch, rollout)  # [P, 2] each
+            best = rewards.argmax(dim=1).tolist()
+            blocks = [[2 * p + best[p], 2 * p + 1 - best[p]] for p in range(len(batch)) if rewards[p, 0] != rewards[p, 1]]
+            metrics = {"reward": rewards.mean().item(), "accuracy": correct.float().mean().item(),
+                       "ties": len(batch) - len(blocks), "loss": 0.0, "grad_norm": 0.0, "lr": schedule.get_last_lr()[0]}
+            batch, num_tokens = rollout, rollout.lengths.sum()
+            if reference is not None and blocks:
+                ref_logprobs = all_sequence_logprobs(reference, batch, blocks, cfg)  # [N]
+        else:
+            drawn = data.next(cfg.pairs_per_step)
+            batch, blocks = common.collate_preferences(drawn, tokenizer.pad_token_id, run.device)
+            ref_logprobs, num_tokens = batch_reference(drawn, run.device), batch.attention_mask.sum()  # [N]
+
+        # 2. Update: every pair counts 1 / pairs of the step; micro-batches add up, nothing is averaged.
+        total_loss = torch.zeros((), device=run.device)
+        for rows, input_ids, attention_mask, T in common.micro_batches(batch, blocks, cfg.micro_batch_tokens) if blocks else ():
+            logprobs = sequence_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [2B]
+            refs = [None, None] if cfg.reference_free else [ref_logprobs[rows[::2]], ref_logprobs[rows[1::2]]]
+            losses, stats = dpo_loss(logprobs[::2], logprobs[1::2], *refs, cfg.beta, cfg.label_smoothing)
+            loss = losses.sum() * (T > 0) / len(blocks)
+            loss.backward()
+            total_loss += loss.detach()
+            meter.add(len(losses) * (T > 0), **stats)
+        if blocks:
+            meter.add(1, **run.optimizer_step(policy, optimizer, schedule, total_loss))
+
+        # 3. Log.
+        metrics |= {**meter.means(), **run.timing(num_tokens)}
+
+        # 4. Evaluate and save.
+        if run.evaluates(step):
+            metrics |= evaluate(policy, tokenizer, eval_pairs, eval_problems, score, cfg, run.device)
+        run.end_step(step, metrics)
+    run.finish(policy, tokenizer)
+
+
+if __name__ == "__main__":
+    common.launch(main, Config)

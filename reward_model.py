@@ -1,0 +1,135 @@
+"""Reward model (Bradley–Terry; Christiano et al. 2017, arXiv:1706.03741; Ouyang et al. 2022, InstructGPT, arXiv:2203.02155):
+
+    minimize  −log σ(r(x, y⁺) − r(x, y⁻) − margin)                     mean over pairs               (InstructGPT eq. 1)
+    ranked    −1/(K(K−1)/2) Σ_{i<j} log σ(r(x, y_i) − r(x, y_j))       all pairs of K answers, in one update
+
+r is a language model with a scalar head, read at the last token. ppo.py takes the result: --reward runs/reward_model/model.
+
+Without flags: a reward model for additions, from pairs that the verifier judged. README.md: real models and data.
+
+Shapes: B prompts of a micro-batch, K answers to each, best first.
+"""
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForSequenceClassification
+
+import common
+from common import flag
+
+
+@dataclass
+class Config(common.RunConfig):
+    steps: int = flag(150, "updates")
+    pairs_per_step: int = flag(64, "rows per update: pairs, or rankings with all their pairs")
+    max_completion_tokens: int = flag(1024, "answers are cut here, and then end without EOS")
+    center_coef: float = flag(0.0, "weight of the mean squared score, which keeps scores near 0 (0.01 in arXiv:2312.09244)")
+    lr: float = flag(1e-3, "learning rate: 1e-5 for a real model (InstructGPT: 9e-6)")
+    warmup_steps: int = flag(10, "updates of linear warm-up")
+    max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
+
+
+def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor | None = None):
+    """Scores [B], [B] -> (loss, stats): mean of −log σ(r⁺ − r⁻ − margin) (InstructGPT eq. 1; margin: Llama 2 eq. 2)."""
+    difference = chosen - rejected
+    loss = -F.logsigmoid(difference - (0.0 if margin is None else margin)).mean()
+    return loss, {"pair_accuracy": (difference > 0).float().mean().detach(), "margin": difference.mean().detach()}
+
+
+def ranking_loss(rewards: torch.Tensor):
+    """Scores [B, K], best first -> (loss, stats): mean of −log σ(r_i − r_j) over the K(K−1)/2 pairs i < j of each row."""
+    better, worse = torch.triu_indices(rewards.shape[1], rewards.shape[1], offset=1, device=rewards.device)
+    return preference_loss(rewards[:, better].flatten(), rewards[:, worse].flatten())
+
+
+def calibration_error(differences: torch.Tensor, bins: int = 10) -> float:
+    """Score differences [n] of (chosen − rejected) -> expected calibration error: does σ(Δ) = 0.8 mean 80% preferred?
+
+    Each pair is read in the direction the model prefers: confidence σ(|Δ|), right where Δ > 0. The mean gap between
+    confidence and share right, over bins of confidence, weighted by their sizes.
+    """
+    confidence, right = torch.sigmoid(differences.abs()), (differences > 0).float()
+    bin_of = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+    gaps = [(confidence[bin_of == b].mean() - right[bin_of == b].mean()).abs() * (bin_of == b).float().mean()
+            for b in bin_of.unique()]
+    return float(sum(gaps))
+
+
+@torch.no_grad()
+def score_all(model, preferences, pad_id: int, cfg: Config, device) -> list[torch.Tensor]:
+    """The scores [K] of each row's answers, on every rank."""
+    batch, blocks = common.collate_preferences(preferences, pad_id, device)
+    scores = torch.zeros(len(batch.mask), device=device)
+    for rows, input_ids, attention_mask, T in common.micro_batches(batch, blocks, cfg.micro_batch_tokens):
+        scores[rows] += common.sequence_scores(model, input_ids, attention_mask) * (T > 0)
+    return [scores_of.cpu() for scores_of in common.sum_over_ranks(scores).split([len(rows) for rows in blocks])]
+
+
+def evaluate(model, preferences, pad_id: int, cfg: Config, device) -> dict[str, float]:
+    """Accuracy, margin and calibration over all pairs i < j of held-out rows."""
+    if not preferences:
+        return {}
+    differences = torch.cat([scores[i] - scores[i + 1:] for scores in score_all(model, preferences, pad_id, cfg, device)
+                             for i in range(len(scores) - 1)])
+    return {"eval_pair_accuracy": (differences > 0).float().mean().item(), "eval_margin": differences.mean().item(),
+            "eval_calibration_error": calibration_error(differences)}
+
+
+def main(cfg: Config) -> None:
+    run = common.Run(cfg)
+    preferences, eval_preferences = common.read_train_and_eval_preferences(cfg)
+    model, tokenizer = common.load_policy(cfg, run.device, cls=AutoModelForSequenceClassification, num_labels=1)
+    optimizer, schedule = common.make_optimizer(model, cfg)
+    eval_preferences = common.encode_preferences(eval_preferences, tokenizer, cfg, "--eval_data")
+    data = common.Shuffled(common.encode_preferences(preferences, tokenizer, cfg, "--data"), cfg.seed)
+    pad_id = tokenizer.pad_token_id
+
+    run.start(data, model=(model, optimizer, schedule))
+    if run.next_step == 0:
+        run.end_step(0, evaluate(model, eval_preferences, pad_id, cfg, run.device))
+
+    for step in run.steps():
+        meter = common.Meter()
+
+        # 1. The step's rows: one sequence an answer.
+        drawn = data.next(cfg.pairs_per_step)
+        batch, blocks = common.collate_preferences(drawn, pad_id, run.device)  # blocks: the rows of one prompt
+        margins = torch.tensor([p.margin for p in drawn for _ in p.answers], device=run.device)  # [N]
+        num_pairs = sum(len(rows) * (len(rows) - 1) // 2 for rows in blocks)
+
+        # 2. Update: each micro-batch counts by its share of the step's pairs; nothing is averaged.
+        total_loss = torch.zeros((), device=run.device)
+        for K in sorted({len(rows) for rows in blocks}):
+            rankings = [rows for rows in blocks if len(rows) == K]
+            for rows, input_ids, attention_mask, T in common.micro_batches(batch, rankings, cfg.micro_batch_tokens):
+                scores = common.sequence_scores(model, input_ids, attention_mask)  # [B·K]
+                if K == 2:
+                    loss, stats = preference_loss(scores[::2], scores[1::2], margins[rows[::2]])
+                else:
+                    loss, stats = ranking_loss(scores.view(-1, K))
+                pairs = len(rows) * (K - 1) // 2 if T > 0 else 0
+                loss = loss * pairs / num_pairs + cfg.center_coef * scores.square().sum() * (T > 0) / len(batch.mask)
+                loss.backward()
+                total_loss += loss.detach()
+                meter.add(pairs, **stats)
+        meter.add(1, **run.optimizer_step(model, optimizer, schedule, total_loss))
+
+        # 3. Log.
+        metrics = {**meter.means(), **run.timing(batch.attention_mask.sum())}
+
+        # 4. Evaluate and save.
+        if run.evaluates(step):
+            metrics |= evaluate(model, eval_preferences, pad_id, cfg, run.device)
+        run.end_step(step, metrics)
+
+    # The scale of a Bradley–Terry score has no zero. Put it at the mean chosen answer: model/config.json keeps the
+    # shift, since heads of sequence classifiers have no bias, and ppo.py subtracts it.
+    chosen = torch.stack([scores[0] for scores in score_all(model, data.items[:2000], pad_id, cfg, run.device)])
+    model.config.reward_shift = chosen.mean().item()
+    model.config.pad_token_id = pad_id
+    run.finish(model, tokenizer)
+
+
+if __name__ == "__main__":
+    common.launch(main, Config)
