@@ -18,7 +18,9 @@ Every process of a torchrun job holds the whole rollout (its token ids are small
 rewards, advantages and weights as a single process would. Only the work that costs is divided: `sample` decodes
 this rank's rows, `micro_batches` deals this rank's share of the update, and gradients are summed.
 """
+import cmath
 import contextlib
+import copy
 import dataclasses
 import difflib
 import functools
@@ -39,6 +41,7 @@ import sys
 import time
 import traceback
 import types
+import unicodedata
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -307,6 +310,7 @@ def load_policy(cfg, device: torch.device):
     context = getattr(config, "max_position_embeddings", None) or math.inf
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
+    cfg.max_prompt_tokens = min(cfg.max_prompt_tokens, context - getattr(cfg, "max_new_tokens", 0))
     return policy, tokenizer
 
 
@@ -406,22 +410,22 @@ def save_model(model, tokenizer, directory: Path) -> None:
     Parameters are gathered one at a time into rank 0's CPU memory: no GPU ever holds the whole model.
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    own = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}  # no tied copies
+    weights = {name: tensor.to(model.saved_dtype) if tensor.is_floating_point() else tensor
+               for name, tensor in weights.items() if name in own}
 
-    def write():
-        def fill(folder):
-            model.save_pretrained(folder, state_dict={name: tensor.to(model.saved_dtype) if tensor.is_floating_point()
-                                                      else tensor for name, tensor in weights.items()})
-            tokenizer.save_pretrained(folder)
-        dtype, model.config.dtype = model.config.dtype, model.saved_dtype
-        write_directory(directory, fill)
-        model.config.dtype = dtype
-    on_main_rank_first(write)
+    def fill(folder):
+        model.save_pretrained(folder, state_dict=weights)
+        config = copy.deepcopy(model.config)
+        config.dtype = model.saved_dtype  # save_pretrained writes that of the masters
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    on_main_rank_first(lambda: write_directory(directory, fill))
 
 
-def write_directory(directory: Path, fill) -> None:
+def write_directory(directory: Path, fill, replace: bool = True) -> None:
     """Fill a temporary directory by `fill(path)`, flush it to disk, and rename it to `directory`."""
-    temporary = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary, old = (directory.with_name(f"{directory.name}.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
     try:
         temporary.mkdir(parents=True)
         fill(temporary)
@@ -429,11 +433,16 @@ def write_directory(directory: Path, fill) -> None:
             if file.is_file():
                 with open(file, "rb") as handle:
                     os.fsync(handle.fileno())
-        shutil.rmtree(directory, ignore_errors=True)
-        os.rename(temporary, directory)
+        if directory.exists() and replace:
+            os.rename(directory, old)
+        if not directory.exists():
+            os.rename(temporary, directory)
     except OSError as error:
+        if not (directory.exists() and not replace):  # another process was first
+            raise TrainingFailed(f"cannot write {directory}: {error.strerror or error}") from error
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f"cannot write {directory}: {error.strerror or error}") from error
+        shutil.rmtree(old, ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------- the built-in model, and its problems
@@ -502,7 +511,7 @@ def train_tiny_model(digits: int):
     """
     tokenizer, draw = tiny_tokenizer(), random.Random(0)
     rows, threads = arithmetic_rows(digits, "train"), torch.get_num_threads()
-    torch.set_num_threads(2)  # sums round by the number of threads: the weights shall not depend on the machine's
+    torch.set_num_threads(1)  # sums round by the number of threads: the weights shall not depend on it
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random state alone
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(Qwen2Config(
@@ -547,7 +556,7 @@ def build_tiny_model(data: str) -> str:
             def fill(folder):
                 model.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
-            write_directory(directory, fill)
+            write_directory(directory, fill, replace=False)
     on_main_rank_first(build)
     return str(directory)
 
@@ -1220,18 +1229,408 @@ def load_reward_function(spec: str):
 
 
 # --------------------------------------------------------------------------------------------------- verifiers
+#
+# Model text is data: it is read by a small recursive-descent evaluator, never run. Everything is bounded (length,
+# nesting, powers, list lengths), so that no text takes long, and nothing raises.
 
-def extract_answer(text):
-    m = re.findall(r"<answer>(.*?)</answer>|#### (.*)", text)
-    return (m[-1][0] or m[-1][1]) if m else None
+LONGEST_COMPLETION, LONGEST_ANSWER, DEEPEST, LONGEST_LIST = 20_000, 400, 30, 12
+_ANSWER_LINE = re.compile(r"^[ \t]*(?:\*\*)?(?:####[ \t]*|# Answer[ \t]*\n+|(?:Final )?Answer[ \t]*:(?:\*\*)?[ \t]*|A:[ \t]*)"
+                          r"(?=\S)([^\n]+)", re.M | re.I)
+_ANSWER_PHRASE = re.compile(r"\banswer (?:is|=)(?: (?:equal to|therefore|thus|simply))?:?[ \t]*(?=\S)([^\n]+)", re.I)
 
 
-def is_equivalent(prediction, answer):
-    return prediction is not None and prediction.strip() == answer.strip()
+def extract_answer(text) -> str | None:
+    """The final answer of a completion, or None: what stands in its last <answer>…</answer> or \\boxed{…}, or after
+    its last `####`, `# Answer`, `Answer:` or `A:` at the start of a line; failing these, after "the answer is".
+    """
+    text, answer = str(text)[-LONGEST_COMPLETION:], None
+    for _ in range(3):  # <answer>\boxed{18}</answer> has one inside the other
+        inner = _last_marked(text)
+        if inner is None:
+            break
+        text = answer = inner
+    if answer is None and (phrases := _ANSWER_PHRASE.findall(text)):
+        answer = re.split(r"\.(?:\s|$)|,? (?:because|since|so) ", phrases[-1])[0].strip()
+    return answer or None
 
 
-def format_reward(text):
-    return 1.0 if re.fullmatch(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", text) else 0.0
+def _last_marked(text: str) -> str | None:
+    found = []  # (where it ends, answer)
+    if (end := text.rfind("</answer>")) >= 0 and (start := text.rfind("<answer>", 0, end)) >= 0:
+        found.append((end, text[start + len("<answer>"):end]))
+    opened = []  # of each open brace, where the content of a box begins (None for other braces)
+    for brace in re.finditer(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]", text):
+        if brace[0] in ("\\{", "\\}"):
+            continue  # a set's
+        if brace[0] != "}":
+            opened.append(brace.end() if len(brace[0]) > 1 else None)
+        elif opened and (start := opened.pop()) is not None:
+            found.append((brace.start(), text[start:brace.start()]))
+    if not found:
+        found = [(box.end(), box[1]) for box in re.finditer(r"\\(?:boxed|fbox)[ \t]+([^\s${}]+)", text)]
+    found += [(line.end(), line[1]) for line in _ANSWER_LINE.finditer(text)]
+    return max(found)[1].strip() if found else None
+
+
+def is_equivalent(prediction, answer) -> bool:
+    """Whether two answers mean the same: numbers by exact value, sets and lists of solutions in any order, tuples and
+    intervals in theirs, formulas by their value at three points, text by its letters. Never a tolerance for decimals,
+    never a factor of 100: 50% is 50, not 0.5.
+    """
+    if prediction is None or answer is None:
+        return False
+    prediction, answer = (extract_answer(side) or str(side) if re.search(r"<answer>|\\boxed|\\fbox|####", str(side)[-LONGEST_COMPLETION:])
+                          else str(side) for side in (prediction, answer))
+    if max(len(prediction), len(answer)) > LONGEST_ANSWER:
+        return prediction.split() == answer.split() and bool(prediction.split())
+    try:
+        return _same(_clean(prediction), _clean(answer))
+    except (ValueError, ArithmeticError, RecursionError):  # ValueError: not readable as what it looked like
+        return False
+
+
+def format_reward(text) -> float:
+    """1 where the completion is one <think>…</think> and then one <answer>…</answer> and nothing else, else 0."""
+    text = str(text).strip()
+    tags = ["<think>", "</think>", "<answer>", "</answer>"]
+    if any(text.count(tag) != 1 for tag in tags):
+        return 0.0
+    places = [text.find(tag) for tag in tags]
+    between = text[places[1] + len("</think>"):places[2]]
+    return float(places == sorted(places) and places[0] == 0 and text.endswith("</answer>") and not between.strip())
+
+
+_REPLACED = [  # in this order
+    (r"^\*+|\*+$", ""), (r"(?<=\d)(?:\\,|\{,\}|\\ )(?=\d{3})", ""),
+    (r"\\\$|\$|€|£|\\euro|\\pounds|\\\(|\\\)|\\\[|\\\]|\\displaystyle|\\!|\\(?:big|Big|bigg|Bigg)[lr]?(?![a-z])", ""),
+    (r"\\left(?![a-z])|\\right(?![a-z])", ""), (r"(?<!\\)\\[,;: ]|~|\\quad|\\qquad|\u00a0", " "),
+    (r"\\[dtc]frac", r"\\frac"), (r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|°|\\degree", " degrees"), (r"\\%|%", " percent"),
+    (r"[−–—]", "-"), (r"\\times|\\cdot|[×⋅·]", "*"), (r"\*\*", "^"), (r"\\div|[÷⁄]", "/"), (r"π", r"\\pi "), (r"∞", r"\\infty "),
+    (r"√", r"\\sqrt"), (r"\\leq?(?![a-z])|≤|<=", "≤"), (r"\\geq?(?![a-z])|≥|>=", "≥"), (r"\\lt(?![a-z])", "<"), (r"\\gt(?![a-z])", ">"),
+    (r"\\neq?(?![a-z])|≠", "≠"), (r"\\cup(?![a-z])|∪", "∪"), (r"\\pm(?![a-z])|±", "±"), (r"\\in(?![a-z])|∈", "∈"), (r"²", "^2"), (r"³", "^3"),
+    (r"\\lbrace|\\\{", "‹"), (r"\\rbrace|\\\}", "›"), (r"\\[lr]?vert(?![a-z])", "|"),
+    (r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname|rm|bf)\s*\{([^{}]*)\}", r" \1 ")]
+_REPLACED = [(re.compile(pattern), by) for pattern, by in _REPLACED]
+_PLAIN = re.compile(r"[\w\s.,+/()-]*", re.ASCII)
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_UNIT = re.compile(r"^(.*?[\d)}])\s*((?:\(?[A-Za-z]{2}[A-Za-z]*\.?|[a-z])\)?(?:\s*(?:\^\s*\{?\d\}?|/|per|of|[A-Za-z().]+))*)$")
+
+
+def _clean(text: str) -> str:
+    """Rewrite the many ways to type the same thing to one: LaTeX dressing, unicode signs, thousands separators."""
+    if not _PLAIN.fullmatch(text):
+        text = re.sub(r"(\d)([½⅓⅔¼¾])", r"\1 \2", text.strip())
+        for pattern, by in _REPLACED:
+            text = pattern.sub(by, text)
+        text = unicodedata.normalize("NFKC", text).replace("⁄", "/")
+    text = text.strip()
+    while text and text[-1] in ".,;:!" and not re.search(r"\d!$", text):
+        text = text[:-1].strip()
+    if not re.search(r"[(\[‹]", text):
+        text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
+    return re.sub(r"\s+", " ", re.sub(r"\s(?:and|or)\s", " , ", text)).strip()
+
+
+_SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Split where `separator` stands outside of all brackets."""
+    parts, depth, start = [], 0, 0
+    for i, character in enumerate(text):
+        depth += (character in "([{‹") - (character in ")]}›")
+        if character == separator and depth == 0:
+            parts.append(text[start:i].strip())
+            start = i + 1
+    return parts + [text[start:].strip()]
+
+
+def _same(a: str, b: str, depth: int = 0) -> bool:
+    """Compare two cleaned answers by their outermost structure."""
+    if not a or not b or depth > 4:
+        return False
+    if _SPACES.sub("", a) == _SPACES.sub("", b):
+        return True
+    if "≠" in a + b or any(_split(x, "∪")[1:] for x in (a, b)):
+        return _same_in_any_order(_split(a, "∪"), _split(b, "∪"), depth) if "≠" not in a + b else False
+    a, b = _drop_name(a, b), _drop_name(b, a)
+    if any(re.search("[=<>≤≥]", x) for x in (a, b)):
+        return _same_relation(a, b)
+    if "begin{" in a + b:
+        rows, other_rows = _matrix(a), _matrix(b)
+        return [len(r) for r in rows] == [len(r) for r in other_rows] and all(
+            _same(x, y, depth + 1) for r, o in zip(rows, other_rows) for x, y in zip(r, o))
+    if any("±" in x for x in (a, b)):
+        return _same_in_any_order(_both_signs(a), _both_signs(b), depth)
+    (a_open, a_items, a_close), (b_open, b_items, b_close) = _items(a), _items(b)
+    if len(a_items) != len(b_items):
+        return False
+    if len(a_items) > 1 or "‹" in (a_open, b_open):
+        if {a_open, b_open} <= {"", "‹"}:
+            return _same_in_any_order(a_items, b_items, depth)
+        if "" not in (a_open, b_open) and (a_open, a_close) != (b_open, b_close):
+            return False
+        return all(_same(x, y, depth + 1) for x, y in zip(a_items, b_items))
+    return _same_scalar(a, b)
+
+
+def _items(text: str) -> tuple[str, list[str], str]:
+    """"(1, 2]" -> ("(", ["1", "2"], "]"); a bare list has no brackets, anything else is a list of one."""
+    if len(text) > 1 and text[0] in "([‹" and text[-1] in ")]›" and len(_split(text, ",")) == 1:
+        inner = _split(text[1:-1], ",")
+        balanced = _split(text[:-1] + " ", ",") and text[1:-1].count("(") == text[1:-1].count(")")
+        if balanced and (len(inner) > 1 or text[0] == "‹"):
+            return text[0], inner, text[-1]
+    return "", _split(text, ","), ""
+
+
+def _same_in_any_order(a: list[str], b: list[str], depth: int) -> bool:
+    if len(a) != len(b):
+        return False
+    if len(a) > LONGEST_LIST:
+        return sorted(x.replace(" ", "") for x in a) == sorted(x.replace(" ", "") for x in b)
+    rest = list(b)
+    for x in a:
+        match = next((y for y in rest if _same(x, y, depth + 1)), None)
+        if match is None:
+            return False
+        rest.remove(match)
+    return True
+
+
+def _drop_name(a: str, b: str) -> str:
+    """"x = 5", "f(x) = 5" and "x ∈ [5]" -> "5", unless the other side has a relation too."""
+    if re.search("[=<>≤≥∈]", b):
+        return a
+    named = re.match(r"^[A-Za-z](?:_\{?\w+\}?)?\s*(?:\([a-z]\))?\s*[=∈]\s*([^=<>≤≥]+)$", a)
+    return named[1].strip() if named else a
+
+
+def _both_signs(text: str) -> list[str]:
+    return [text.replace("±", "+"), text.replace("±", "-")] if "±" in text else _split(text, ",")
+
+
+def _matrix(text: str) -> list[list[str]]:
+    body = re.fullmatch(r"\\begin\{[a-zA-Z]*\}(?:\{[a-z|]*\})?(.*)\\end\{[a-zA-Z]*\}", text)
+    if not body:
+        raise ValueError
+    return [[cell.strip() for cell in row.split("&")] for row in re.split(r"\\\\", body[1].strip().removesuffix("\\\\"))]
+
+
+def _same_relation(a: str, b: str) -> bool:
+    """Equations and inequalities agree where left − right of one is a constant (for < and >: positive) times the other's."""
+    def parts(text):
+        found = re.split("([=<>≤≥])", text)
+        sides, signs = found[::2], found[1::2]
+        if signs and signs[0] in ">≥":  # read it from the other end
+            sides, signs = sides[::-1], [{">": "<", "≥": "≤"}.get(sign, sign) for sign in signs[::-1]]
+        return sides, signs
+    (sides, signs), (other_sides, other_signs) = parts(a), parts(b)
+    if signs != other_signs or not signs:
+        return False
+    for left, right, other_left, other_right, sign in zip(sides, sides[1:], other_sides, other_sides[1:], signs):
+        ratios = []
+        for point in range(3):
+            one = _value(left, point) - _value(right, point)
+            other = _value(other_left, point) - _value(other_right, point)
+            if not other:
+                return False
+            ratios.append(one / other)
+        if not all(_close(ratio, ratios[0]) for ratio in ratios) or not ratios[0] or (
+                sign != "=" and (isinstance(ratios[0], complex) or ratios[0] < 0)):
+            return False
+    return True
+
+
+def _same_scalar(a: str, b: str) -> bool:
+    (a, a_unit), (b, b_unit) = _split_unit(a), _split_unit(b)
+    if a_unit and b_unit and a_unit != b_unit:
+        return False
+    letters = [re.sub(r"[^a-z0-9]", "", x.lower()) for x in (a, b)]
+    if letters[0] == letters[1] and re.fullmatch(r"[\s()a-zA-Z.,'\"-]*[a-zA-Z]{2}[\s()a-zA-Z.,'\"-]*", a):
+        return True  # words
+    if choice := re.fullmatch(r"\(?([A-Z])\)?", a):
+        other = re.fullmatch(r"\(?([A-Z])\)?", b)
+        return bool(other) and choice[1] == other[1]
+    points = 3 if re.search("[a-zA-Z]", a + b) else 1
+    try:
+        return all(_close(_value(a, point), _value(b, point)) for point in range(points))
+    except ValueError:
+        plain = [re.sub(r"[{}\\]", "", _SPACES.sub("", x)).lower() for x in (a, b)]
+        return plain[0] == plain[1]
+
+
+def _split_unit(text: str) -> tuple[str, str]:
+    """"18 apples" -> ("18", "apple"). A lone letter is a variable, unless a space parts it from a number."""
+    found = _UNIT.match(text)
+    if not found or re.search(r"\\[a-z]+$", found[1]) or not re.search(r"[A-Za-z]{2}| [a-z]$", text[len(found[1]):]) \
+            or re.match(r"(?:sin|cos|tan|log|ln|exp|pi|sqrt)\b", found[2]):
+        return text, ""
+    unit = re.sub(r"[\s(){}.]", "", found[2]).lower()
+    return found[1], unit[:-1] if unit.endswith("s") and len(unit) > 2 else unit
+
+
+def _close(a, b) -> bool:
+    if isinstance(a, Fraction) and isinstance(b, Fraction):
+        return a == b
+    a, b = complex(a), complex(b)
+    return a == b or abs(a - b) <= 1e-9 * max(abs(a), abs(b)) or max(abs(a), abs(b)) < 1e-12
+
+
+_TOKEN = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3}(?![\d.]))?|\.\d+|\\[a-zA-Z]+|[a-zA-Z]+|\S")
+_FUNCTIONS = {"sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "log": cmath.log10, "exp": cmath.exp,
+              "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan, "sec": lambda x: 1 / cmath.cos(x),
+              "csc": lambda x: 1 / cmath.sin(x), "cot": lambda x: 1 / cmath.tan(x), "abs": abs}
+_CONSTANTS = {"\\pi": math.pi, "pi": math.pi, "e": math.e, "i": 1j, "\\infty": math.inf, "infty": math.inf, "infinity": math.inf}
+
+
+def _value(text: str, point: int):
+    """The value of a formula, each letter standing for a fixed number at each of three points. Raises ValueError."""
+    text = re.sub(r"^(-?)\s*(\d+) (\d+)/(\d+)$", r"\1(\2+\3/\4)", text)  # 2 1/2
+    text = re.sub(r"(?<![\d.^_{])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"(\1+\2/\3)", text)
+    text = re.sub(r"(?<![\d.^_{])(\d+)\s*\\frac\s*(\d)(\d)(?!\d)", r"(\1+\2/\3)", text)
+    tokens = []
+    for token in _TOKEN.findall(text):
+        word = token.lstrip("\\")
+        if re.fullmatch(r"[a-zA-Z]{2,}", token) and word not in _FUNCTIONS and word not in _CONSTANTS and word != "sqrt":
+            if len(token) > 3:
+                raise ValueError  # a word
+            tokens += token  # xy is x·y
+        else:
+            tokens.append(token)
+    parser = _Evaluator(tokens, point)
+    value = parser.sum(0)
+    if parser.place != len(tokens):
+        raise ValueError
+    return value
+
+
+class _Evaluator:
+    """sum := product ± product …;  product := power · power …;  power := atom ^ power;  atom := number, letter, (sum) …"""
+
+    def __init__(self, tokens: list[str], point: int):
+        self.tokens, self.point, self.place = tokens, point, 0
+
+    def peek(self) -> str:
+        return self.tokens[self.place] if self.place < len(self.tokens) else ""
+
+    def take(self, expected: str = "") -> str:
+        token = self.peek()
+        if not token or expected and token != expected:
+            raise ValueError
+        self.place += 1
+        return token
+
+    def sum(self, depth):
+        if depth > DEEPEST:
+            raise ValueError
+        value = self.product(depth)
+        while self.peek() in ("+", "-"):
+            value = value + self.product(depth) if self.take() == "+" else value - self.product(depth)
+        return value
+
+    def product(self, depth):
+        sign = 1
+        while self.peek() in ("+", "-"):
+            sign = -sign if self.take() == "-" else sign
+        value, after_number = self.power(depth), self.tokens[self.place - 1][-1:].isdigit()
+        while token := self.peek():
+            if token in ("*", "/"):
+                self.take()
+                negative = self.peek() == "-" and self.take()
+                other = self.power(depth)
+                other = -other if negative else other
+                value = _divide(value, other) if token == "/" else value * other
+            elif token[0].isdigit() and after_number or token in "+-)]}!^|,‹›" or not re.match(r"[\w\\({\[.]", token):
+                break
+            else:
+                value = value * self.power(depth)
+            after_number = self.tokens[self.place - 1][-1:].isdigit()
+        return sign * value
+
+    def power(self, depth):
+        value = self.atom(depth)
+        while self.peek() == "!":
+            self.take()
+            if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= 100:
+                raise ValueError
+            value = Fraction(math.factorial(int(value)))
+        if self.peek() == "^":
+            self.take()
+            sign = -1 if self.peek() == "-" and self.take() else 1
+            value = _raise(value, sign * (self.power(depth + 1) if depth < DEEPEST else self.take("")))
+        return value
+
+    def group(self, depth):
+        """The argument of \\frac or \\sqrt: {…}, or the next digit, letter or command."""
+        token = self.peek()
+        if token == "{":
+            return self.atom(depth)
+        if token[:1].isdigit():
+            self.tokens[self.place:self.place + 1] = [token[0], token[1:]] if len(token) > 1 else [token]
+            return Fraction(self.take())
+        return self.atom(depth)
+
+    def atom(self, depth):
+        token = self.take()
+        word = token.lstrip("\\")
+        if token[0].isdigit() or token[0] == "." and len(token) > 1:
+            return Fraction(token.rstrip("."))
+        if token in ("(", "{", "[", "|"):
+            value = self.sum(depth + 1)
+            self.take({"(": ")", "{": "}", "[": "]", "|": "|"}[token])
+            return abs(value) if token == "|" else value
+        if word in ("frac", "binom", "dbinom", "tbinom"):
+            top, bottom = self.group(depth + 1), self.group(depth + 1)
+            return _divide(top, bottom) if word == "frac" else _choose(top, bottom)
+        if word == "sqrt":
+            index = Fraction(2)
+            if self.peek() == "[":
+                index = self.atom(depth + 1)
+            return _raise(self.group(depth + 1), _divide(Fraction(1), index))
+        if word in _FUNCTIONS:
+            base = exponent = None
+            while self.peek() in ("_", "^"):
+                if self.take() == "_":
+                    base = self.group(depth + 1)
+                else:
+                    exponent = self.group(depth + 1)
+            argument = self.power(depth + 1) if depth < DEEPEST else self.take("")
+            value = abs(argument) if word == "abs" else _FUNCTIONS[word](complex(argument))
+            value = value / cmath.log10(complex(base)) if base is not None and word == "log" else value
+            return _raise(value, exponent) if exponent is not None else value
+        if token in _CONSTANTS:
+            return _CONSTANTS[token]
+        if re.fullmatch(r"[a-zA-Z]|\\[a-zA-Z]+", token):  # a letter, or a greek one
+            seed = sum(ord(c) * 31 ** i for i, c in enumerate(word)) + 1009 * self.point
+            return Fraction(seed * 7919 % 1013 + 11, 97 + seed % 89)
+        raise ValueError
+
+
+def _divide(a, b):
+    return a / b  # a zero divisor raises ZeroDivisionError, which `is_equivalent` answers with False
+
+
+def _choose(n, k):
+    if not all(isinstance(x, Fraction) and x.denominator == 1 and 0 <= x <= 1000 for x in (n, k)):
+        raise ValueError
+    return Fraction(math.comb(int(n), int(k)))
+
+
+def _raise(base, exponent):
+    if isinstance(base, Fraction) and isinstance(exponent, Fraction):
+        if exponent.denominator == 1 and abs(exponent) <= 1000:
+            bits = max(abs(base.numerator).bit_length(), base.denominator.bit_length())
+            if bits * abs(exponent) > 20_000:
+                raise ValueError
+            return base ** int(exponent)
+        if base >= 0 and exponent == Fraction(1, 2):
+            roots = math.isqrt(base.numerator), math.isqrt(base.denominator)
+            if roots[0] ** 2 == base.numerator and roots[1] ** 2 == base.denominator:
+                return Fraction(*roots)
+    if isinstance(base, Fraction) and base < 0 or isinstance(base, complex) or isinstance(exponent, complex):
+        return complex(base) ** complex(exponent)
+    return float(base) ** float(exponent)
 
 
 # -------------------------------------------------------------------------------------------------- evaluation
@@ -1287,7 +1686,8 @@ def make_optimizer(model, cfg):
     for layer in decoder_layers(model)[:count]:
         layer.requires_grad_(False)
     if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=cfg.lr, weight_decay=0.0, fused=True)
     return optimizer, transformers.get_constant_schedule_with_warmup(optimizer, cfg.warmup_steps)

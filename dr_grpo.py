@@ -123,6 +123,7 @@ def main(cfg: Config) -> None:
         metrics = {
             "reward": rewards.mean().item(), "accuracy": correct.float().mean().item(), **meter.means(),
             "completion_length": rollout.lengths.float().mean().item(),
+            "wrong_length": common.masked_mean(rollout.lengths, ~correct.flatten()).item(),
             "truncated_fraction": 1 - rollout.finished.float().mean().item(),
             **run.timing(rollout.lengths.sum())}
 

@@ -233,6 +233,45 @@ def test_several_eos_ids_all_end_a_completion():
     assert set(last[rollout.finished].tolist()) == {tokenizer.eos_token_id, other_end}
 
 
+# -------------------------------------------------------------------------------------------------------- models
+
+def test_dropout_is_off_and_the_dtype_is_kept(tmp_path):
+    """GPT-2 comes with dropout in four places: the policy scored must be the policy that sampled."""
+    model, tokenizer = random_model("GPT2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    policy = common.load_model(str(tmp_path), torch.device("cpu"))
+    assert policy.training and policy.dtype == torch.float32
+    arguments = (*batch_of_three(tokenizer)[:2], 8)
+    assert torch.equal(common.token_logprobs(policy, *arguments)[0], common.token_logprobs(policy, *arguments)[0])
+    common.save_model(policy, tokenizer, tmp_path / "saved")
+    assert common.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").dtype == torch.bfloat16
+
+
+def test_a_tokenizer_without_pad_token_gets_eos(tmp_path):
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    assert common.load_tokenizer(str(tmp_path)).pad_token_id == tokenizer.eos_token_id
+
+
+def test_two_writers_leave_one_whole_directory(tmp_path):
+    """The loser of a race keeps its hands off; a writer that fails leaves nothing behind."""
+    def fill(text):
+        return lambda folder: (folder / "file").write_text(text)
+    common.write_directory(tmp_path / "a", fill("first"), replace=False)
+    common.write_directory(tmp_path / "a", fill("second"), replace=False)
+    assert (tmp_path / "a" / "file").read_text() == "first"
+    common.write_directory(tmp_path / "a", fill("third"))
+    assert (tmp_path / "a" / "file").read_text() == "third"
+
+    def broken(folder):
+        fill("half")(folder)
+        raise OSError(28, "No space left on device")
+    with pytest.raises(common.TrainingFailed, match="No space left"):
+        common.write_directory(tmp_path / "a", broken)
+    assert (tmp_path / "a" / "file").read_text() == "third" and [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
 # ---------------------------------------------------------------------------------------------------------- data
 
 def test_arithmetic_splits_share_no_problem_and_do_not_change():

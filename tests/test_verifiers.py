@@ -1,0 +1,89 @@
+"""The verifier's table: what counts as the same answer, what does not, and what no text may do to it."""
+import threading
+import time
+
+import pytest
+
+from common import extract_answer, format_reward, is_equivalent
+
+
+@pytest.mark.parametrize("text, answer", [
+    ("<think>2+4=6</think><answer>46</answer>", "46"), ("<answer>1</answer> no: <answer> 2 </answer>", "2"),
+    ("<answer>5</answer><answer>6", "5"),  # the last one is not finished
+    ("so $\\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}"), ("\\boxed{1} and \\boxed{2", "1"), ("\\boxed{\\{1,2\\}}", "\\{1,2\\}"),
+    ("<answer>\\boxed{3}</answer>", "3"), ("\\boxed{4} <answer>5</answer>", "5"), ("<answer>4</answer> \\boxed{5}", "5"),
+    ("Then 48+24 = 72.\n#### 72", "72"), ("a #### 5", None), ("####", None), ("A: 18", "18"), ("I think A: 5", None),
+    ("**Answer:** 7", "7"), ("# Answer\n\n17", "17"), ("The answer is 42.", "42"),
+    ("The final answer is $\\boxed{5}$.", "5"), ("18 apples are left.", None), ("", None), (None, None)])
+def test_the_last_answer_is_extracted(text, answer):
+    assert extract_answer(text) == answer
+
+
+SAME = [
+    # numbers
+    ("1,234", "1234"), ("27.0", "27"), ("0.5", "1/2"), (".5", "\\frac12"), ("\\frac{3}{4}", "3/4"), ("\\dfrac34", "0.75"),
+    ("2 1/2", "2.5"), ("2\\frac{1}{2}", "\\frac52"), ("2½", "2.5"), ("+5", "5"), ("−5", "-5"), ("-\\frac{1}{2}", "\\frac{-1}{2}"),
+    ("1.5e3", "1500"), ("1.5\\times 10^3", "1500"), ("2^{10}", "1024"), ("12\\,345", "12345"), ("1,250.50", "1250.5"),
+    # money, units, percent, degrees
+    ("$18", "18"), ("\\$18.00", "18"), ("18 dollars", "18"), ("18 apples", "18"), ("9 (apples)", "9"), ("50\\%", "50"),
+    ("5\\text{ cm}", "5"), ("8\\text{ cm}^2", "8"), ("5 miles per hour", "5"), ("30^{\\circ}", "30 degrees"), ("90^\\circ", "90"),
+    # dressing
+    ("18.", "18"), ("**18**", "18"), ("$\\frac{1}{2}$", "0.5"), ("x = 5", "5"), ("\\text{(A)}", "A"), ("\\text{Tuesday}", "tuesday"),
+    # formulas
+    ("f(x)=2x+3", "3+2x"), ("(x+1)^2", "x^2+2x+1"), ("11\\sqrt2", "11\\sqrt{2}"), ("\\frac{\\sqrt{3}}{2}", "\\sqrt3/2"),
+    ("3\\sqrt{13}", "\\sqrt{117}"), ("\\sqrt[3]{8}", "2"), ("6-5i", "-5i + 6"), ("4\\pi", "4π"), ("xy+z", "z+yx"),
+    ("\\log_2 8", "3"), ("5!", "120"), ("\\binom{5}{2}", "10"), ("\\cos 60", "\\cos(60)"),
+    # lists, sets, intervals, matrices, relations
+    ("1,-2", "-2, 1"), ("1 and 2", "2, 1"), ("\\{1,2\\}", "\\{2, 1\\}"), ("1\\pm\\sqrt2", "1-\\sqrt{2},1+\\sqrt{2}"),
+    ("(2,3]", "\\left(2,3\\right]"), ("x\\in[1,2]", "[1,2]"), ("(-\\infty,2)\\cup(3,\\infty)", "(3,\\infty) \\cup (-\\infty, 2)"),
+    ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}"),
+    ("x>2", "2<x"), ("2x+4y=6", "x+2y=3"), ("1010_2", "1010_{2}"), ("3:30", "3:30")]
+
+
+@pytest.mark.parametrize("a, b", SAME)
+def test_the_same_answer_written_another_way(a, b):
+    assert is_equivalent(a, b) and is_equivalent(b, a)
+
+
+@pytest.mark.parametrize("a, b", [
+    ("1,23", "123"), ("234", "1,234"), ("181", "18"), ("18", "-18"), ("12", "1 2"), ("1000", "1000.1"), ("18 or 19", "18"),
+    ("50", "0.5"), ("50%", "0.5"), ("3.1416", "\\pi"), ("1/3", "0.3333"), ("\\sqrt{2}", "1.414"), ("2\\frac12", "1"),
+    ("5 cm", "5 cm^2"), ("\\frac{3}{4}", "\\frac{4}{3}"), ("6+5i", "6-5i"), ("x", "y"), ("2x+3", "2x+4"),
+    ("(2,3]", "[2,3)"), ("(2,3)", "(3,2)"), ("1,2", "1,2,3"), ("x>2", "x<2"), ("x>2", "x\\ge2"), ("x=5", "y=5"),
+    ("A", "B"), ("Tuesday", "Monday"), ("3:30", "3:31"), ("1010_2", "1010_3"), ("", "5"), (None, "5"), ("9**9**9", "1"),
+    ("__import__('os').system('true')", "0"), ("1/0", "1/0 + 1")])
+def test_another_answer(a, b):
+    assert not is_equivalent(a, b)
+    assert a is None or not is_equivalent(b, a)
+
+
+HOSTILE = ["9" * 10 ** 6, "{" * 10 ** 5, "\\boxed{" * 10 ** 4, "<answer>" * 10 ** 4, "\\frac" * 10 ** 4, "9^9^9^9", "9**9**9",
+           "10^10^10", "(" * 5000, "1e999999999", "99!!!!!!", "!" * 1000, "x^" * 150, "\\sqrt" * 90, "," * 399, "1," * 190,
+           "(1," * 100, "\ud800\udfff", "\x00", "９９", "A:" * 10 ** 4, "Answer: " * 2000, "the answer is " * 1500, "-" * 399,
+           "|" * 399, "[(" * 199, "\\begin{pmatrix}" * 20, "\\infty-\\infty", "1±" * 100, "x=x=x", "<" * 300, "\\log" * 90,
+           "\\sin^{2" * 40, "1e300" * 80, "#### " * 5000, "\n# Answer\n" * 2000, " " * 20_000, "answer is" + " " * 19_000]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_no_text_raises_or_takes_long(text):
+    """Bounded work, in any thread. The limit is 50 ms; half a second here, since test machines stall."""
+    def all_of_them():
+        for call in (lambda: extract_answer(text), lambda: is_equivalent(text, "5"), lambda: is_equivalent("5", text),
+                     lambda: is_equivalent(text[:400], text[:399] + "1"), lambda: format_reward(text)):
+            began = time.perf_counter()
+            call()
+            slowest.append(time.perf_counter() - began)
+    slowest = []
+    thread = threading.Thread(target=all_of_them)
+    thread.start()
+    thread.join()
+    assert len(slowest) == 5 and max(slowest) < 0.5
+
+
+@pytest.mark.parametrize("text, reward", [
+    ("<think>a</think><answer>b</answer>", 1.0), (" <think>\n</think> \n<answer>b</answer>\n", 1.0),
+    ("<think>a</think> so <answer>b</answer>", 0.0), ("<think>a</think><answer>b</answer>.", 0.0),
+    ("<answer>b</answer><think>a</think>", 0.0), ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
+    ("<answer>b</answer>", 0.0), ("", 0.0), ("<think><answer>a</think>b</answer>", 0.0)])
+def test_format_reward(text, reward):
+    assert format_reward(text) == reward
