@@ -25,7 +25,7 @@ from common import flag, sample, token_logprobs, token_values
 
 @dataclass
 class Config(common.RunConfig):
-    steps: int = flag(20, "rollout batches")
+    steps: int = flag(15, "rollout batches")
     prompts_per_step: int = flag(256, "N: prompts per rollout batch, a completion each (N+: 512)")
     max_new_tokens: int = flag(40, "T: completions are cut here (N+: 53)")
     temperature: float = flag(1.0, "of sampling, and of every log-prob (N+: 0.7)")
@@ -33,7 +33,7 @@ class Config(common.RunConfig):
                                    "of a reward model")
     format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
     missing_eos_score: str = flag("-1", "the score of a completion without EOS, or none: what --reward says (N+: -1)")
-    kl_coef: float = flag(0.05, "β: weight of the KL penalty in the reward; 0 loads no reference (N+: 0.05)")
+    kl_coef: float = flag(0.2, "β: weight of the KL penalty in the reward; 0 loads no reference (N+: 0.05)")
     kl_target: float = flag(0.0, "nats per completion: β is adapted to hold the KL there; 0: β stays (Ziegler: 6)")
     gamma: float = flag(1.0, "γ: discount (InstructGPT: 1)")
     lam: float = flag(0.95, "λ: of generalized advantage estimation (InstructGPT: 0.95)")
