@@ -264,7 +264,13 @@ def on_main_rank_first(work):
 def load_tokenizer(name: str, trust_remote_code: bool = False):
     """The tokenizer of a directory or hub id, with a pad token (EOS where it has none: masks come from positions)."""
     with one_line_errors(f"--model {name}: no tokenizer there"):
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        # Where a directory brings a generic tokenizer, its tokenizer.json is the truth. AutoTokenizer would put that of
+        # the architecture in its place for some model types (Qwen2's among them), and split the text another way.
+        config = Path(name) / "tokenizer_config.json"
+        generic = config.is_file() and json.loads(config.read_text()).get("tokenizer_class") in (
+            "TokenizersBackend", "PreTrainedTokenizerFast")
+        cls = PreTrainedTokenizerFast if generic else AutoTokenizer
+        tokenizer = cls.from_pretrained(name, trust_remote_code=trust_remote_code)
     if not tokenizer("1")["input_ids"]:  # transformers makes an empty one where a model lies without a tokenizer
         raise UserError(f"--model {name}: no tokenizer there")
     if tokenizer.eos_token_id is None:
@@ -508,10 +514,11 @@ def worked_answer(prompt: str, draw: random.Random, carry_forgotten: float, answ
 
 def tiny_tokenizer():
     """One token per character, tag, pad and EOS."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TINY_VOCABULARY)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*TAGS, "<pad>", "<eos>", "."])), "isolated")
     backend.decoder = decoders.Fuse()
+    backend.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])  # one token each, anywhere
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
                                    clean_up_tokenization_spaces=False)
 

@@ -254,6 +254,18 @@ def test_a_tokenizer_without_pad_token_gets_eos(tmp_path):
     assert common.load_tokenizer(str(tmp_path)).pad_token_id == tokenizer.eos_token_id
 
 
+def test_the_tiny_tokenizer_reads_its_tags_after_saving(tmp_path):
+    """AutoTokenizer takes a generic tokenizer beside a Qwen2 config for Qwen2's own: text must still split the same."""
+    model, tokenizer = random_model("Qwen2")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    text = "<think>2+4=6</think> <answer>46</answer>"
+    loaded = common.load_tokenizer(str(tmp_path))
+    assert loaded.encode(text) == tokenizer.encode(text) and loaded.decode(loaded.encode(text)) == text
+    from transformers import AutoTokenizer
+    assert AutoTokenizer.from_pretrained(tmp_path).encode(text.replace(" ", "")) == tokenizer.encode(text.replace(" ", ""))
+
+
 def test_two_writers_leave_one_whole_directory(tmp_path):
     """The loser of a race keeps its hands off; a writer that fails leaves nothing behind."""
     def fill(text):

@@ -1,0 +1,114 @@
+"""DPO's loss and gradient by hand, and pairs read from every form they come in."""
+import json
+import math
+
+import pytest
+import torch
+
+import common
+import dpo
+from helpers import random_model
+
+
+def test_the_loss_is_ln_2_at_the_start_and_by_hand():
+    """h = β((−1 + 3) − (−2 + 2.5)) = .1·1.5 = .15; −log σ(.15) = .62096."""
+    losses, stats = dpo.dpo_loss(*(torch.tensor([x]) for x in (-1.0, -3.0, -2.0, -2.5)), beta=0.1)
+    assert losses.item() == pytest.approx(-math.log(1 / (1 + math.exp(-0.15))), rel=1e-5)
+    assert stats["margin"].item() == pytest.approx(0.15) and stats["weight"].item() == pytest.approx(1 / (1 + math.exp(0.15)))
+    same = torch.tensor([-1.0, -5.0])
+    assert dpo.dpo_loss(same, same - 2, same, same - 2, 0.3)[0].tolist() == pytest.approx([math.log(2)] * 2)
+
+
+def test_the_gradient_is_the_papers():
+    """−β(1 − σ(h))(∇log π⁺ − ∇log π⁻)."""
+    torch.manual_seed(0)
+    chosen, rejected = torch.randn(2, 5).requires_grad_().unbind(0)
+    chosen.retain_grad(), rejected.retain_grad()
+    references = torch.randn(2, 5)
+    losses, _ = dpo.dpo_loss(chosen, rejected, *references, beta=0.7)
+    losses.sum().backward()
+    h = 0.7 * (chosen - rejected - references[0] + references[1]).detach()
+    torch.testing.assert_close(chosen.grad, -0.7 * (1 - h.sigmoid()))
+    torch.testing.assert_close(rejected.grad, 0.7 * (1 - h.sigmoid()))
+
+
+def test_label_smoothing_and_reference_free():
+    """s = .1, h = 2: .9·log(1 + e⁻²) + .1·log(1 + e²)."""
+    losses, _ = dpo.dpo_loss(torch.tensor([4.0]), torch.tensor([2.0]), None, None, beta=1.0, label_smoothing=0.1)
+    assert losses.item() == pytest.approx(0.9 * math.log(1 + math.exp(-2)) + 0.1 * math.log(1 + math.exp(2)), rel=1e-5)
+
+
+@pytest.mark.parametrize("difference", [-5000.0, 5000.0])
+def test_huge_margins_stay_finite(difference):
+    chosen = torch.tensor([difference], requires_grad=True)
+    losses, _ = dpo.dpo_loss(chosen, torch.zeros(1), torch.zeros(1), torch.zeros(1), beta=1.0)
+    losses.sum().backward()
+    assert losses.isfinite().all() and chosen.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 60, 100_000])
+def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
+    """Against the definition: each pair alone, each answer alone."""
+    model, tokenizer = random_model("Qwen2")
+    cfg = dpo.Config(micro_batch_tokens=max_tokens)
+    pairs = [common.Preference(p, [], [a, b], [], 0.0) for p, a, b in
+             (("1+1=?", "2", "31"), ("12+34=?", "46,46", "4"), ("7", "7", "1,2,3,4"))]
+    pairs = common.encode_preferences(pairs, tokenizer, cfg, "--data")
+    batch, blocks = common.collate_preferences(pairs, tokenizer.pad_token_id, "cpu")
+    references = torch.randn(6)
+
+    def gradient(add_losses):
+        model.zero_grad()
+        add_losses()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    def in_micro_batches():
+        for rows, input_ids, attention_mask, T in common.micro_batches(batch, blocks, max_tokens):
+            logprobs = dpo.sequence_logprobs(model, input_ids, attention_mask, T, 1.0)
+            losses, _ = dpo.dpo_loss(logprobs[::2], logprobs[1::2], references[rows[::2]], references[rows[1::2]], 0.1)
+            (losses.sum() / 3).backward()
+
+    def by_definition():
+        for i, pair in enumerate(pairs):
+            logprobs = []
+            for ids in pair.answer_ids:
+                whole = torch.tensor([pair.prompt_ids + ids])
+                scores = model(whole).logits[0, -len(ids) - 1:-1].log_softmax(-1)
+                logprobs.append(scores.gather(1, torch.tensor(ids)[:, None]).sum()[None])
+            (dpo.dpo_loss(*logprobs, references[2 * i:2 * i + 1], references[2 * i + 1:2 * i + 2], 0.1)[0].sum() / 3).backward()
+
+    torch.testing.assert_close(gradient(in_micro_batches), gradient(by_definition), rtol=1e-3, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------- preference data
+
+def test_dialogues_are_split_at_the_last_shared_assistant_turn():
+    start = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: a joke?\n\nAssistant:"
+    assert common.split_dialogue(start + " A man walks", start + " A man sits") == (start, " A man walks", " A man sits")
+    with pytest.raises(ValueError):
+        common.split_dialogue("yes", "no")
+
+
+def test_every_form_of_preference_row(tmp_path, capsys):
+    turn = {"role": "user", "content": "hi"}
+    rows = [{"prompt": "p", "chosen": "a", "rejected": "b", "margin": 2}, {"prompt": "p", "responses": ["a", "b", "c"]},
+            {"prompt": [turn], "chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"},
+            {"chosen": [turn, {"role": "assistant", "content": "a"}], "rejected": [turn, {"role": "assistant", "content": "b"}]},
+            {"chosen": "Human: x Assistant: a", "rejected": "Human: x Assistant: b"},
+            {"prompt": "p", "chosen": "same", "rejected": "same"}, {"prompt": "p", "chosen": "a", "rejected": "b", "tie": True}]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    read = common.read_preferences(str(path))
+    assert [p.answers for p in read] == [["a", "b"], ["a", "b", "c"], ["a", "b"], ["a", "b"], [" a", " b"]]
+    assert [p.margin for p in read] == [2, 0, 0, 0, 0] and read[3].prompt == [turn] == read[2].prompt
+    assert "left out 2 of 7 rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("row, message", [
+    ({"prompt": "p", "chosen": "a"}, "no rejected"), ({"prompt": "p", "responses": ["a"]}, "at least two"),
+    ({"prompt": "p", "chosen": 3, "rejected": "b"}, "must be a string"), ({"chosen": "a", "rejected": "b"}, "dialogues")])
+def test_broken_preference_rows_are_named(tmp_path, row, message):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}) + "\n" + json.dumps(row))
+    with pytest.raises(common.UserError, match=f"pairs.jsonl line 2: .*{message}"):
+        common.read_preferences(str(path))
