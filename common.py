@@ -1890,6 +1890,7 @@ class Run:
         """Check the output directory, join the other ranks, seed. Writes nothing yet."""
         self.script = Path(sys.argv[0]).name
         self.cfg, self.directory = cfg, Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
+        self.flags = dataclasses.asdict(cfg)  # as given: loading may lower --max_prompt_tokens to what the model takes
         self.next_step, self.bad_steps, self.stop_signal, self.saved_step = 0, 0, None, None
         self.check_directory()
         self.open_logger = self.import_logger()
@@ -1982,7 +1983,7 @@ class Run:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
                                 cwd=Path(__file__).parent).stdout.strip() if shutil.which("git") else ""
         (self.directory / "config.json").write_text(json.dumps({
-            "script": self.script, "flags": dataclasses.asdict(self.cfg), "commit": commit or None,
+            "script": self.script, "flags": self.flags, "commit": commit or None,
             "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
                          "transformers": transformers.__version__, "numpy": np.__version__},
             "processes": world_size(), "device": str(self.device)}, indent=2) + "\n")

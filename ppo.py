@@ -32,6 +32,8 @@ class Config(common.RunConfig):
     reward: str = flag("verifier", "verifier, FILE.py:FUNCTION called with (prompt, completion, row), or the directory "
                                    "of a reward model")
     format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
+    normalize_scores: bool = flag(True, "a reward model's scores in units of their std, from their mean, over the first "
+                                        "rollout, as Ziegler et al. do: so β, ε_v and the next flag fit any of them")
     missing_eos_score: str = flag("-1", "the score of a completion without EOS, or none: what --reward says (N+: -1)")
     kl_coef: float = flag(0.2, "β: weight of the KL penalty in the reward; 0 loads no reference (N+: 0.05)")
     kl_target: float = flag(0.0, "nats per completion: β is adapted to hold the KL there; 0: β stays (Ziegler: 6)")
@@ -159,7 +161,7 @@ def main(cfg: Config) -> None:
     eval_problems = common.encode_prompts(eval_problems, tokenizer, cfg, "--eval_data")
     data = common.Shuffled(common.encode_prompts(problems, tokenizer, cfg, "--data"), cfg.seed)
 
-    run.extra = {"kl_coef": cfg.kl_coef}
+    run.extra = {"kl_coef": cfg.kl_coef, "score_mean": 0.0, "score_std": 1.0}  # --resume brings them back
     run.start(data, policy=(policy, optimizer, schedule), value=(value_model, value_optimizer, value_schedule))
     if run.next_step == 0:
         run.end_step(0, common.evaluate(policy, tokenizer, eval_problems, score, cfg))
@@ -175,6 +177,9 @@ def main(cfg: Config) -> None:
 
         # 2. Score.
         rewards, correct = score(batch, rollout)  # [N, 1] each
+        if step == 1 and common.is_reward_model(cfg.reward) and cfg.normalize_scores:
+            run.extra |= {"score_mean": rewards.mean().item(), "score_std": rewards.std().item() or 1.0}
+        rewards = (rewards - run.extra["score_mean"]) / run.extra["score_std"]
         if cfg.missing_eos_score != "none":
             rewards = rewards.where(rollout.finished[:, None], float(cfg.missing_eos_score))
 
