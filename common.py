@@ -168,9 +168,10 @@ def launch(main, Config) -> None:
         print(f"{script}: error: out of GPU memory {memory_advice(error)} (the last checkpoint is intact): "
               f"{str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         sys.exit(1)
-    finally:
-        if dist.is_initialized() and sys.exc_info()[0] is None:
-            dist.destroy_process_group()
+    if world_size() > 1:
+        dist.barrier()
+        sys.stderr.flush()
+        os._exit(0)  # all is saved; gloo's threads now and then abort a rank that tears down while others still do
 
 
 def memory_advice(error: BaseException) -> str:
