@@ -329,7 +329,7 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     context = getattr(config, "max_position_embeddings", None) or math.inf
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
-    cfg.max_prompt_tokens = min(cfg.max_prompt_tokens, context - getattr(cfg, "max_new_tokens", 0))
+    tokenizer.model_max_length = min(tokenizer.model_max_length, context)
     return policy, tokenizer
 
 
@@ -721,12 +721,13 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
             raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}")
         if isinstance(problem.prompt, list):
             problem.prompt = text
-    kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= cfg.max_prompt_tokens]
+    limit = min(cfg.max_prompt_tokens, tokenizer.model_max_length - getattr(cfg, "max_new_tokens", 0))
+    kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= limit]
     if not kept:
-        raise UserError(f"{what}: no rows left: all are empty or longer than --max_prompt_tokens {cfg.max_prompt_tokens}")
+        raise UserError(f"{what}: no rows left: all prompts are empty or longer than {limit} tokens")
     if len(kept) < len(problems):
-        say(f"{what}: left out {len(problems) - len(kept)} of {len(problems)} prompts that are empty or longer than "
-            f"--max_prompt_tokens {cfg.max_prompt_tokens}")
+        say(f"{what}: left out {len(problems) - len(kept)} of {len(problems)} prompts that are empty or longer than {limit} "
+            "tokens (--max_prompt_tokens, and what the context leaves)")
     return kept
 
 
