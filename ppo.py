@@ -32,8 +32,8 @@ class Config(common.RunConfig):
     reward: str = flag("verifier", "verifier, FILE.py:FUNCTION called with (prompt, completion, row), or the directory "
                                    "of a reward model")
     format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
-    normalize_scores: bool = flag(True, "a reward model's scores in units of their std, from their mean, over the first "
-                                        "rollout, as Ziegler et al. do: so β, ε_v and the next flag fit any of them")
+    normalize_scores: bool = flag(True, "a reward model's scores less their mean over the first rollout, by their std "
+                                        "(Ziegler et al.): so that β, ε_v and the next flag fit any of them")
     missing_eos_score: str = flag("-1", "the score of a completion without EOS, or none: what --reward says (N+: -1)")
     kl_coef: float = flag(0.2, "β: weight of the KL penalty in the reward; 0 loads no reference (N+: 0.05)")
     kl_target: float = flag(0.0, "nats per completion: β is adapted to hold the KL there; 0: β stays (Ziegler: 6)")

@@ -364,14 +364,19 @@ def test_a_reward_model_of_another_vocabulary_reads_the_text(tmp_path, policy_di
         torch.testing.assert_close(rewards.flatten()[i], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_run_with_a_reward_model(tmp_path):
-    """Llama as reward model and as critic, under a Qwen2 policy; accuracy is the verifier's."""
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_run_with_a_reward_model(tmp_path, normalize):
+    """Llama as reward model and as critic, under a Qwen2 policy; accuracy is the verifier's. On the first rollout the
+    normalised scores have mean 0, and a resumed run keeps their scale."""
     save_reward_model(tmp_path / "rm", shift=1.5)
-    done = run_script("ppo.py", "--steps", 1, "--prompts_per_step", 16, "--reward", tmp_path / "rm", "--output_dir",
-                      tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    metrics = read_metrics(tmp_path / "run")
-    assert metrics[0]["eval_accuracy"] > 0.3 and 0 <= metrics[1]["accuracy"] <= 1 and metrics[1]["reward"] % 1 != 0
+    flags = ["--prompts_per_step", 16, "--reward", tmp_path / "rm", "--output_dir", tmp_path / "run", "--eval_every", 99,
+             "--missing_eos_score", "none", *["--no_normalize_scores"] * (not normalize)]
+    for extra in (["--steps", 1], ["--steps", 2, "--resume"]):
+        done = run_script("ppo.py", *flags, *extra)
+        assert done.returncode == 0, done.stderr
+    _, first, second = read_metrics(tmp_path / "run")
+    assert 0 < first["accuracy"] < 1 and (abs(first["reward"]) < 1e-5) == normalize
+    assert abs(second["reward"] - first["reward"]) < 1  # the same scale
 
 
 def test_a_directory_that_is_no_reward_model_is_refused_by_name(tmp_path, policy_directory):
