@@ -1892,7 +1892,7 @@ class Run:
         self.script = Path(sys.argv[0]).name
         self.cfg, self.directory = cfg, Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
         self.flags = dataclasses.asdict(cfg)  # as given: loading may lower --max_prompt_tokens to what the model takes
-        self.next_step, self.bad_steps, self.stop_signal, self.saved_step = 0, 0, None, None
+        self.next_step, self.bad_steps, self.stop_signal = 0, 0, None
         self.check_directory()
         self.open_logger = self.import_logger()
         self.device = setup_device()
