@@ -106,6 +106,7 @@ class RunConfig:
     micro_batch_tokens: int = flag(4096, "padded tokens per forward and backward pass: lower it when memory runs out")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, 1/3 more time")
     freeze_layers: float = flag(0.0, "this share of the layers, from the first, does not train")
+    lr_schedule: Literal["constant", "linear", "cosine"] = flag("constant", "after the warm-up: constant, or down to 0")
     max_bad_steps: int = flag(5, "updates in a row with a non-finite gradient before the run gives up")
 
 
@@ -308,12 +309,15 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
             if re.search("drop(out)?$|pdrop$|dropout", key) and isinstance(value, float):
                 setattr(config, key, 0.0)
         dtype = torch.bfloat16 if device.type == "cuda" and not trainable else torch.float32
-        if rank() == 0:
-            model = cls.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True,
-                                        trust_remote_code=trust_remote_code)
-        else:
-            with torch.device("meta"):
-                model = cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        with torch.random.fork_rng(devices=[]):  # only rank 0 draws, where a head is new
+            if rank() == 0:
+                model = cls.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True,
+                                            trust_remote_code=trust_remote_code)
+            else:
+                with torch.device("meta"):
+                    model = cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    if cls is AutoModelForSequenceClassification and not hasattr(model, "score"):
+        raise UserError(f"--model {name}: {type(model).__name__} has no scalar head named score")
     model.saved_dtype = saved_dtype
     model.train(trainable).requires_grad_(trainable)
     return shard(model, device)
@@ -351,15 +355,20 @@ def load_value_model(cfg, device: torch.device, tokenizer):
     if is_reward_model(cfg.reward):
         if load_tokenizer(cfg.reward, cfg.trust_remote_code).get_vocab() == tokenizer.get_vocab():
             name = cfg.reward
-    with torch.random.fork_rng(devices=[]):  # only rank 0 draws a head
-        model = load_model(name, device, cls=AutoModelForSequenceClassification,
-                           trust_remote_code=cfg.trust_remote_code, num_labels=1)
-    if not hasattr(model, "score"):
-        raise UserError(f"--model {name}: {type(model).__name__} has no scalar head named score")
+    model = load_model(name, device, cls=AutoModelForSequenceClassification, trust_remote_code=cfg.trust_remote_code,
+                       num_labels=1)
     with torch.no_grad():
-        for parameter in model.score.parameters():
-            parameter.zero_()
+        model.score.weight.zero_()
     return model
+
+
+def scale_fresh_head(model) -> None:
+    """Give a scalar head that was drawn when the model was loaded (not one that came with it) the spread
+    1/√(H + 1): scores then start at size 1 (arXiv:2403.17031, detail on the reward head)."""
+    if not any("SequenceClassification" in name for name in model.config.architectures or ()):
+        spread = getattr(model.config, "initializer_range", 0.02)
+        with torch.no_grad():
+            model.score.weight.mul_((model.config.get_text_config().hidden_size + 1) ** -0.5 / spread)
 
 
 def decoder_layers(model) -> torch.nn.ModuleList:
@@ -564,7 +573,7 @@ def build_tiny_model(data: str) -> str:
     The name holds a hash of all that determines the weights. Processes that start together may train twice, but
     each writes its own temporary directory and the rename is atomic, so what is there is whole.
     """
-    digits = arithmetic_digits(data) if data.split(":")[0] == "arithmetic" else 2
+    digits = arithmetic_digits(data) if is_built_in(data) else 2
     recipe = [inspect.getsource(part) for part in (arithmetic_rows, worked_answer, tiny_tokenizer, train_tiny_model)]
     recipe += [digits, TINY_VOCABULARY, WARM_START_STEPS, WARM_START_BATCH, WARM_START_LR, CARRY_FORGOTTEN,
                ANSWER_SLIPPED, torch.__version__, transformers.__version__]
@@ -592,6 +601,10 @@ class Problem:
     row: dict                # the whole row, for a reward function
 
 
+def is_built_in(data: str) -> bool:
+    return data.split(":")[0] == "arithmetic"
+
+
 def arithmetic_digits(data: str) -> int:
     digits = data.partition(":")[2] or "2"
     if not digits.isdecimal() or not 1 <= int(digits) <= 12:
@@ -601,7 +614,7 @@ def arithmetic_digits(data: str) -> int:
 
 def read_rows(data: str, split: str) -> tuple[list[dict], list[str]]:
     """(rows, where each stands, for messages) of the built-in data, a JSON-lines file or a hub dataset."""
-    if data.split(":")[0] == "arithmetic":
+    if is_built_in(data):
         rows = arithmetic_rows(arithmetic_digits(data), split)
     elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.exists(data):
         return read_json_lines(Path(data))
@@ -671,11 +684,13 @@ def row_prompt(row: dict):
 
 def read_train_and_eval(cfg) -> tuple[list[Problem], list[Problem]]:
     """--data and --eval_data. Files have no held-out part of their own: without --eval_data there is no evaluation."""
-    need_answer = cfg.reward == "verifier"
-    train = read_problems(cfg.data, "train", need_answer)
-    built_in = cfg.data.split(":")[0] == "arithmetic"
-    held_out = cfg.eval_data or (cfg.data if built_in else "")
-    return train, read_problems(held_out, "eval", need_answer) if held_out else []
+    need_answer, held_out = cfg.reward == "verifier", held_out_data(cfg)
+    return (read_problems(cfg.data, "train", need_answer),
+            read_problems(held_out, "eval", need_answer) if held_out else [])
+
+
+def held_out_data(cfg) -> str:
+    return cfg.eval_data or (cfg.data if is_built_in(cfg.data) else "")
 
 
 def encode(tokenizer, text: str) -> list[int]:
@@ -744,6 +759,11 @@ class Shuffled:
         self.position += count
         return [self.items[self._order(p // len(self.items))[p % len(self.items)]] for p in positions]
 
+    def first(self, count: int) -> list:
+        """The distinct ones among the first `count` items, without moving."""
+        whole, rest = divmod(count, len(self.items))
+        return self.items if whole else [self.items[i] for i in self._order(0)[:rest]]
+
     def _order(self, epoch: int) -> np.ndarray:
         if getattr(self, "_epoch", None) != epoch:
             self._epoch, self._permutation = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.items))
@@ -768,8 +788,19 @@ class Preference:
     prompt_ids: list[int]
     answers: list[str]
     answer_ids: list[list[int]]   # each ends with EOS, unless it was cut
-    margin: float                 # how much better the first is (optional `margin` of the row; 0 where there is none)
+    scores: list[float]           # falling; equal ones are a tie, which makes no pair
+    margin: float = 0.0           # how much better the first is (optional `margin` of a row)
     ref_logprobs: tuple = ()      # of each answer under the reference, where DPO has worked them out
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """(better, worse) answer numbers: K(K − 1)/2 of them, less the ties."""
+        return [(i, j) for i, j in itertools.combinations(range(len(self.scores)), 2) if self.scores[i] > self.scores[j]]
+
+    def split(self) -> list["Preference"]:
+        """One preference of two answers for each pair."""
+        return [Preference(self.prompt, self.prompt_ids, [self.answers[i], self.answers[j]],
+                           [self.answer_ids[i], self.answer_ids[j]], [1.0, 0.0], self.margin) for i, j in self.pairs]
 
 
 def split_dialogue(chosen: str, rejected: str) -> tuple[str, str, str]:
@@ -796,43 +827,48 @@ def answer_text(answer) -> str:
 def read_preferences(data: str, split: str = "train") -> list[Preference]:
     """Rows `prompt`, `chosen`, `rejected`; or whole dialogues without `prompt`; or `prompt`, `responses` (best first).
 
-    Not yet encoded. Rows whose answers are equal, or marked as a tie (`tie`, or a `margin` of 0), teach nothing: they
-    are left out and counted aloud.
+    `scores` beside `responses` put them in order, and may tie. Not yet encoded. Rows whose answers are equal or all tie
+    (also by `tie`, or a `margin` of 0) teach nothing: they are left out and counted aloud.
     """
-    if data.split(":")[0] == "arithmetic":
-        rows, places = read_json_lines(build_tiny_preferences(data, split))
-    else:
-        rows, places = read_rows(data, split)
-    preferences, ties = [], 0
+    rows, places = read_json_lines(build_tiny_preferences(data, split)) if is_built_in(data) else read_rows(data, split)
+    preferences = []
     for row, place in zip(rows, places):
         try:
-            prompt = row_prompt(row)
-            answers = row["responses"] if "responses" in row else [row["chosen"], row["rejected"]]
-            if not isinstance(answers, list) or len(answers) < 2:
-                raise ValueError("responses must be a list of at least two answers, best first")
-            if prompt is None and all(isinstance(answer, list) for answer in answers):
-                prompt = answers[0][:-1]  # whole conversations: all but the last turn
-            answers = [answer_text(answer) for answer in answers]
-            if prompt is None:
-                prompt, *answers = split_dialogue(*answers)
-            margin = row.get("margin")
-            if margin is not None and not isinstance(margin, (int, float)):
-                raise ValueError(f"margin must be a number, not {type(margin).__name__}")
-            if not isinstance(prompt, (str, list)):
-                raise ValueError("want a prompt (string or chat messages)")
+            preferences.append(read_preference(row))
         except KeyError as missing:
             raise UserError(f"{place}: no {missing.args[0]}; want prompt, chosen and rejected, or responses") from None
         except (ValueError, TypeError) as error:
             raise UserError(f"{place}: {error}") from None
-        if len(set(answers)) < len(answers) or row.get("tie") or margin == 0:
-            ties += 1
-        else:
-            preferences.append(Preference(prompt, [], answers, [], margin or 0.0))
-    if ties:
-        say(f"{data}: left out {ties} of {len(rows)} rows whose answers are equal or tie")
-    if not preferences:
+    kept = [preference for preference in preferences if preference]
+    if not kept:
         raise UserError(f"{data}: no rows left")
-    return preferences
+    if len(kept) < len(preferences):
+        say(f"{data}: left out {len(preferences) - len(kept)} of {len(preferences)} rows whose answers are equal or tie")
+    return kept
+
+
+def read_preference(row: dict) -> Preference | None:
+    """One row; None where it prefers nothing. A wrong row raises KeyError, ValueError or TypeError."""
+    prompt = row_prompt(row)
+    answers = row["responses"] if "responses" in row else [row["chosen"], row["rejected"]]
+    if not isinstance(answers, list) or len(answers) < 2:
+        raise ValueError("responses must be a list of at least two answers, best first")
+    if prompt is None and all(isinstance(answer, list) for answer in answers):
+        prompt = answers[0][:-1]  # whole conversations: all but the last turn
+    answers = [answer_text(answer) for answer in answers]
+    if prompt is None:
+        prompt, *answers = split_dialogue(*answers)
+    if not isinstance(prompt, (str, list)):
+        raise ValueError("want a prompt (string or chat messages)")
+    margin, scores = row.get("margin"), row.get("scores", list(range(len(answers), 0, -1)))
+    if not isinstance(margin, (int, float, type(None))):
+        raise ValueError(f"margin must be a number, not {type(margin).__name__}")
+    if not isinstance(scores, list) or len(scores) != len(answers) or not all(isinstance(x, (int, float)) for x in scores):
+        raise ValueError("scores must be as many numbers as there are responses")
+    if len(set(answers)) < len(answers) or row.get("tie") or margin == 0 or len(set(scores)) == 1:
+        return None
+    order = sorted(range(len(answers)), key=lambda i: -scores[i])
+    return Preference(prompt, [], [answers[i] for i in order], [], [float(scores[i]) for i in order], float(margin or 0))
 
 
 def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str) -> list[Preference]:
@@ -847,38 +883,43 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
 
 def read_train_and_eval_preferences(cfg) -> tuple[list[Preference], list[Preference]]:
     """--data and --eval_data, as `read_train_and_eval`."""
-    held_out = cfg.eval_data or (cfg.data if cfg.data.split(":")[0] == "arithmetic" else "")
+    held_out = held_out_data(cfg)
     return read_preferences(cfg.data, "train"), read_preferences(held_out, "eval") if held_out else []
 
 
-def build_tiny_preferences(data: str, split: str) -> Path:
-    """The built-in pairs, kept beside the tiny model: its own samples, right ones against wrong ones.
+SAMPLES_TO_RANK = 8
 
-    The verifier stands for the human or the language model who would judge. Problems whose 8 samples are all right
-    or all wrong give no pair, the others up to three.
+
+def build_tiny_preferences(data: str, split: str) -> Path:
+    """The built-in rankings, kept beside the tiny model: its own samples, the right ones before the wrong ones.
+
+    The verifier stands for the human or the language model who would judge. Problems whose samples are all right or
+    all wrong give no row.
     """
     tiny = build_tiny_model(data)
-    recipe = inspect.getsource(build_tiny_preferences)
-    directory = Path(f"{tiny}-pairs-{split}-{hashlib.sha256(recipe.encode()).hexdigest()[:6]}")
+    recipe = f"{inspect.getsource(build_tiny_preferences)} {SAMPLES_TO_RANK}"
+    directory = Path(f"{tiny}-ranked-{split}-{hashlib.sha256(recipe.encode()).hexdigest()[:6]}")
 
     def build():
         if directory.exists():
             return
         tokenizer, model = load_tokenizer(tiny), AutoModelForCausalLM.from_pretrained(tiny)
-        problems, rows = read_problems(data, split)[:3000], []
+        problems, rows = read_problems(data, split), []
+        say(f"sampling answers to {len(problems)} problems from the tiny model (once)")
         with torch.random.fork_rng(devices=[]), alone():
             torch.manual_seed(0)
-            rollout = sample(model, tokenizer, [problem.prompt for problem in problems], 8, 60)
+            rollout = sample(model, tokenizer, [problem.prompt for problem in problems], SAMPLES_TO_RANK, 60)
         for p, problem in enumerate(problems):
-            judged = {text: is_equivalent(extract_answer(text), problem.answer)
-                      for text in rollout.completions[8 * p:8 * p + 8]}
-            right, wrong = ([text for text in judged if judged[text] == good] for good in (True, False))
-            rows += [{"prompt": problem.prompt, "chosen": chosen, "rejected": rejected, "answer": problem.answer}
-                     for chosen, rejected in itertools.islice(itertools.product(right, wrong), 3)]
-        write_directory(directory, lambda folder: (folder / "pairs.jsonl").write_text(
+            texts = rollout.completions[p * SAMPLES_TO_RANK:(p + 1) * SAMPLES_TO_RANK]
+            scores = {text: float(is_equivalent(extract_answer(text), problem.answer)) for text in texts}
+            if len(set(scores.values())) == 2:
+                responses = sorted(scores, key=lambda text: -scores[text])
+                rows.append({"prompt": problem.prompt, "responses": responses,
+                             "scores": [scores[text] for text in responses], "answer": problem.answer})
+        write_directory(directory, lambda folder: (folder / "ranked.jsonl").write_text(
             "".join(json.dumps(row) + "\n" for row in rows)), replace=False)
     on_main_rank_first(build)
-    return directory / "pairs.jsonl"
+    return directory / "ranked.jsonl"
 
 
 @dataclass
@@ -1319,7 +1360,7 @@ def load_reward_model(cfg):
                            trust_remote_code=cfg.trust_remote_code)
     except UserError as error:
         raise UserError(str(error).replace("--model", "--reward", 1)) from error
-    if not hasattr(model, "score") or model.config.num_labels != 1:
+    if model.config.num_labels != 1:
         raise UserError(f"--reward {cfg.reward}: want a sequence classifier with one label, such as reward_model.py "
                         "saves")
     shift = getattr(model.config, "reward_shift", 0.0)
@@ -1843,7 +1884,7 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def make_optimizer(model, cfg):
-    """AdamW on the trainable parameters, and a rate that rises over --warmup_steps updates and then stays.
+    """AdamW on the trainable parameters; a rate that rises over --warmup_steps updates, then follows --lr_schedule.
 
     Call it after `load_model` has sharded the model, and after `freeze_first_layers`.
     """
@@ -1855,7 +1896,9 @@ def make_optimizer(model, cfg):
         enable({"use_reentrant": False})
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=cfg.lr, weight_decay=0.0, fused=True)
-    return optimizer, transformers.get_constant_schedule_with_warmup(optimizer, cfg.warmup_steps)
+    updates = cfg.steps * getattr(cfg, "minibatches", 1) * getattr(cfg, "updates_per_batch", 1)
+    name = "constant_with_warmup" if cfg.lr_schedule == "constant" else cfg.lr_schedule
+    return optimizer, transformers.get_scheduler(name, optimizer, cfg.warmup_steps, updates)
 
 
 class Meter:

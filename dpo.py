@@ -33,7 +33,7 @@ class Config(common.RunConfig):
     beta: float = flag(0.1, "β: how far the policy may leave the reference (paper: 0.1)")
     reference_free: bool = flag(False, "Δ_reference = 0: no reference model")
     label_smoothing: float = flag(0.0, "s: share of pairs taken to be the wrong way round (cDPO)")
-    lr: float = flag(5e-5, "learning rate: 1e-6 for a real model (paper: 1e-6)")
+    lr: float = flag(1e-5, "learning rate: 1e-6 for a real model (paper: 1e-6)")
     warmup_steps: int = flag(10, "updates of linear warm-up (paper: 150)")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
 
@@ -59,92 +59,92 @@ def sequence_logprobs(model, input_ids, attention_mask, T: int, temperature: flo
 
 @torch.no_grad()
 def all_sequence_logprobs(model, batch, blocks, cfg: Config) -> torch.Tensor:
-    """log π(y|x) [N] of every row of the batch, on every rank."""
+    """log π(y|x) [N] of every row of the batch, the same on every rank; 0 where the model is None."""
     logprobs = torch.zeros(len(batch.mask), device=batch.mask.device)
-    for rows, input_ids, attention_mask, T in common.micro_batches(batch, blocks, cfg.micro_batch_tokens):
+    for rows, input_ids, attention_mask, T in \
+            common.micro_batches(batch, blocks, cfg.micro_batch_tokens) if model is not None else []:
         logprobs[rows] += sequence_logprobs(model, input_ids, attention_mask, T, cfg.temperature)
     return common.sum_over_ranks(logprobs)
 
 
 def evaluate(policy, tokenizer, pairs, problems, score, cfg: Config, device) -> dict[str, float]:
-    """Greedy accuracy where there are problems with answers, and how often π prefers the chosen answer to the rejected."""
+    """Greedy accuracy on the problems, and how often the implicit reward β(log π − log π_ref) has a pair's order."""
     metrics = common.evaluate(policy, tokenizer, problems, score, cfg)
     if pairs:
         batch, blocks = common.collate_preferences(pairs, tokenizer.pad_token_id, device)
-        logprobs = all_sequence_logprobs(policy, batch, blocks, cfg)
-        change = (logprobs - batch_reference(pairs, device)).view(-1, 2)  # a pair is two rows, chosen first
-        metrics["eval_pair_accuracy"] = (change[:, 0] > change[:, 1]).float().mean().item()
+        rewards = (all_sequence_logprobs(policy, batch, blocks, cfg) - reference_logprobs(pairs, device)).view(-1, 2)
+        metrics["eval_pair_accuracy"] = (rewards[:, 0] > rewards[:, 1]).float().mean().item()
     return metrics
 
 
-def batch_reference(pairs, device) -> torch.Tensor:
-    """Reference log-probs of the rows of the pairs, chosen and rejected in turn."""
-    return torch.tensor([value for pair in pairs for value in pair.ref_logprobs], device=device)
+def reference_logprobs(pairs, device) -> torch.Tensor:
+    """log π_ref(y|x) [2·pairs], chosen and rejected in turn, as `main` worked them out up front."""
+    return torch.tensor([logprob for pair in pairs for logprob in pair.ref_logprobs], device=device)
 
 
 def main(cfg: Config) -> None:
     run = common.Run(cfg)
     score = common.load_reward(cfg)
-    built_in = cfg.data.split(":")[0] == "arithmetic"
-    problems, eval_problems = common.read_train_and_eval(cfg) if cfg.on_policy or built_in else ([], [])
+    has_problems = cfg.on_policy or common.is_built_in(cfg.data)  # with answers to judge, or at least to sample for
+    problems, eval_problems = common.read_train_and_eval(cfg) if has_problems else ([], [])
     pairs, eval_pairs = ([], []) if cfg.on_policy else common.read_train_and_eval_preferences(cfg)
     policy, tokenizer = common.load_policy(cfg, run.device)
     reference = common.load_reference(cfg, run.device) if cfg.on_policy and not cfg.reference_free else None
     optimizer, schedule = common.make_optimizer(policy, cfg)
     eval_problems = common.encode_prompts(eval_problems, tokenizer, cfg, "--eval_data")
-    pairs, eval_pairs = (common.encode_preferences(p, tokenizer, cfg, name) for p, name in
-                         ((pairs, "--data"), (eval_pairs, "--eval_data")))
-    items = common.encode_prompts(problems, tokenizer, cfg, "--data") if cfg.on_policy else pairs
-    data = common.Shuffled(items, cfg.seed)
+    pairs, eval_pairs = (  # of a ranking, all its pairs
+        [pair for preference in common.encode_preferences(preferences, tokenizer, cfg, name) for pair in preference.split()]
+        for preferences, name in ((pairs, "--data"), (eval_pairs, "--eval_data")))
+    data = common.Shuffled(common.encode_prompts(problems, tokenizer, cfg, "--data") if cfg.on_policy else pairs, cfg.seed)
 
-    # The reference is the policy before its first update: score every pair once, and keep one model in memory.
-    for preferences in (pairs, eval_pairs):
-        if preferences:
-            batch, blocks = common.collate_preferences(preferences, tokenizer.pad_token_id, run.device)
-            logprobs = all_sequence_logprobs(policy, batch, blocks, cfg).tolist()
-            for preference, rows in zip(preferences, blocks):
-                preference.ref_logprobs = tuple(logprobs[row] for row in rows)
+    # The reference is the policy before its first update: score the pairs once, and keep one model in memory.
+    for pairs in ([] if cfg.on_policy else data.first(cfg.steps * cfg.pairs_per_step), eval_pairs):
+        if pairs:
+            batch, blocks = common.collate_preferences(pairs, tokenizer.pad_token_id, run.device)
+            logprobs = all_sequence_logprobs(None if cfg.reference_free else policy, batch, blocks, cfg).tolist()
+            for pair, (chosen, rejected) in zip(pairs, blocks):
+                pair.ref_logprobs = (logprobs[chosen], logprobs[rejected])
 
     run.start(data, policy=(policy, optimizer, schedule))
     if run.next_step == 0:
         run.end_step(0, evaluate(policy, tokenizer, eval_pairs, eval_problems, score, cfg, run.device))
 
     for step in run.steps():
-        meter, metrics = common.Meter(), {}
+        meter = common.Meter()
 
-        # 1. The step's pairs: from the data, or two samples to each prompt, of which the reward chooses.
-        if cfg.on_policy:
-            batch = data.next(cfg.pairs_per_step)
-            rollout = sample(policy, tokenizer, [problem.prompt_ids for problem in batch], 2, cfg.max_new_tokens,
-                             cfg.temperature)
-            rewards, correct = score(batch, rollout)  # [P, 2] each
+        # 1. The step's pairs: the rows of each in the batch, chosen first.
+        drawn, metrics = data.next(cfg.pairs_per_step), {}
+        if cfg.on_policy:  # two samples to each prompt, of which the reward chooses; a tie is no pair
+            batch = sample(policy, tokenizer, [problem.prompt_ids for problem in drawn], 2, cfg.max_new_tokens,
+                           cfg.temperature)
+            rewards, correct = score(drawn, batch)  # [P, 2] each
             best = rewards.argmax(dim=1).tolist()
-            blocks = [[2 * p + best[p], 2 * p + 1 - best[p]] for p in range(len(batch)) if rewards[p, 0] != rewards[p, 1]]
+            blocks = [[2 * p + best[p], 2 * p + 1 - best[p]] for p in range(len(drawn)) if rewards[p, 0] != rewards[p, 1]]
+            ref_logprobs = all_sequence_logprobs(reference, batch, blocks, cfg)  # [N]
             metrics = {"reward": rewards.mean().item(), "accuracy": correct.float().mean().item(),
-                       "ties": len(batch) - len(blocks), "loss": 0.0, "grad_norm": 0.0, "lr": schedule.get_last_lr()[0]}
-            batch, num_tokens = rollout, rollout.lengths.sum()
-            if reference is not None and blocks:
-                ref_logprobs = all_sequence_logprobs(reference, batch, blocks, cfg)  # [N]
+                       "ties": len(drawn) - len(blocks)}
         else:
-            drawn = data.next(cfg.pairs_per_step)
             batch, blocks = common.collate_preferences(drawn, tokenizer.pad_token_id, run.device)
-            ref_logprobs, num_tokens = batch_reference(drawn, run.device), batch.attention_mask.sum()  # [N]
+            ref_logprobs = reference_logprobs(drawn, run.device)  # [N]
 
         # 2. Update: every pair counts 1 / pairs of the step; micro-batches add up, nothing is averaged.
         total_loss = torch.zeros((), device=run.device)
-        for rows, input_ids, attention_mask, T in common.micro_batches(batch, blocks, cfg.micro_batch_tokens) if blocks else ():
+        for rows, input_ids, attention_mask, T in common.micro_batches(batch, blocks, cfg.micro_batch_tokens):
             logprobs = sequence_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [2B]
-            refs = [None, None] if cfg.reference_free else [ref_logprobs[rows[::2]], ref_logprobs[rows[1::2]]]
-            losses, stats = dpo_loss(logprobs[::2], logprobs[1::2], *refs, cfg.beta, cfg.label_smoothing)
-            loss = losses.sum() * (T > 0) / len(blocks)
+            losses, stats = dpo_loss(logprobs[::2], logprobs[1::2], ref_logprobs[rows[::2]], ref_logprobs[rows[1::2]],
+                                     cfg.beta, cfg.label_smoothing)
+            count = len(losses) * (T > 0)  # T = 0: a rank without a pair keeps step with the others
+            loss = losses.mean() * count / len(blocks)
             loss.backward()
             total_loss += loss.detach()
-            meter.add(len(losses) * (T > 0), **stats)
+            meter.add(count, **stats)
         if blocks:
             meter.add(1, **run.optimizer_step(policy, optimizer, schedule, total_loss))
 
         # 3. Log.
-        metrics |= {**meter.means(), **run.timing(num_tokens)}
+        metrics = {
+            "loss": 0.0, "grad_norm": 0.0, "lr": schedule.get_last_lr()[0],  # of a step where all pairs tie
+            **metrics, **meter.means(), **run.timing(batch.attention_mask.sum())}
 
         # 4. Evaluate and save.
         if run.evaluates(step):

@@ -1,7 +1,7 @@
 """Reward model (Bradley–Terry; Christiano et al. 2017, arXiv:1706.03741; Ouyang et al. 2022, InstructGPT, arXiv:2203.02155):
 
     minimize  −log σ(r(x, y⁺) − r(x, y⁻) − margin)                     mean over pairs               (InstructGPT eq. 1)
-    ranked    −1/(K(K−1)/2) Σ_{i<j} log σ(r(x, y_i) − r(x, y_j))       all pairs of K answers, in one update
+    ranked    −1/(K(K−1)/2) Σ_{i<j} log σ(r(x, y_i) − r(x, y_j))       all pairs of K answers, each read once
 
 r is a language model with a scalar head, read at the last token. ppo.py takes the result: --reward runs/reward_model/model.
 
@@ -10,6 +10,7 @@ Without flags: a reward model for additions, from pairs that the verifier judged
 Shapes: B prompts of a micro-batch, K answers to each, best first.
 """
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +22,12 @@ from common import flag
 
 @dataclass
 class Config(common.RunConfig):
-    steps: int = flag(150, "updates")
-    pairs_per_step: int = flag(64, "rows per update: pairs, or rankings with all their pairs")
+    steps: int = flag(600, "updates")
+    pairs_per_step: int = flag(12, "rows per update: pairs, or rankings with all their pairs (InstructGPT: 64 rankings)")
     max_completion_tokens: int = flag(1024, "answers are cut here, and then end without EOS")
     center_coef: float = flag(0.0, "weight of the mean squared score, which keeps scores near 0 (0.01 in arXiv:2312.09244)")
-    lr: float = flag(1e-3, "learning rate: 1e-5 for a real model (InstructGPT: 9e-6)")
+    lr: float = flag(5e-4, "learning rate: 1e-5 for a real model (InstructGPT: 9e-6)")
+    lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "after the warm-up (InstructGPT: cosine)")
     warmup_steps: int = flag(10, "updates of linear warm-up")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
 
@@ -67,11 +69,12 @@ def score_all(model, preferences, pad_id: int, cfg: Config, device) -> list[torc
 
 
 def evaluate(model, preferences, pad_id: int, cfg: Config, device) -> dict[str, float]:
-    """Accuracy, margin and calibration over all pairs i < j of held-out rows."""
+    """Accuracy, margin and calibration over all pairs of held-out rows."""
     if not preferences:
         return {}
-    differences = torch.cat([scores[i] - scores[i + 1:] for scores in score_all(model, preferences, pad_id, cfg, device)
-                             for i in range(len(scores) - 1)])
+    differences = torch.stack([
+        scores[better] - scores[worse] for scores, preference
+        in zip(score_all(model, preferences, pad_id, cfg, device), preferences) for better, worse in preference.pairs])
     return {"eval_pair_accuracy": (differences > 0).float().mean().item(), "eval_margin": differences.mean().item(),
             "eval_calibration_error": calibration_error(differences)}
 
@@ -80,6 +83,7 @@ def main(cfg: Config) -> None:
     run = common.Run(cfg)
     preferences, eval_preferences = common.read_train_and_eval_preferences(cfg)
     model, tokenizer = common.load_policy(cfg, run.device, cls=AutoModelForSequenceClassification, num_labels=1)
+    common.scale_fresh_head(model)
     optimizer, schedule = common.make_optimizer(model, cfg)
     eval_preferences = common.encode_preferences(eval_preferences, tokenizer, cfg, "--eval_data")
     data = common.Shuffled(common.encode_preferences(preferences, tokenizer, cfg, "--data"), cfg.seed)
@@ -92,27 +96,25 @@ def main(cfg: Config) -> None:
     for step in run.steps():
         meter = common.Meter()
 
-        # 1. The step's rows: one sequence an answer.
+        # 1. The step's answers, one sequence each, and its pairs: all those of a ranking, in one update.
         drawn = data.next(cfg.pairs_per_step)
         batch, blocks = common.collate_preferences(drawn, pad_id, run.device)  # blocks: the rows of one prompt
-        margins = torch.tensor([p.margin for p in drawn for _ in p.answers], device=run.device)  # [N]
-        num_pairs = sum(len(rows) * (len(rows) - 1) // 2 for rows in blocks)
+        pairs = [(rows[i], rows[j], preference.margin) for rows, preference in zip(blocks, drawn)
+                 for i, j in preference.pairs]
+        better, worse, margins = (torch.tensor(column, device=run.device) for column in zip(*pairs))
 
         # 2. Update: each micro-batch counts by its share of the step's pairs; nothing is averaged.
         total_loss = torch.zeros((), device=run.device)
-        for K in sorted({len(rows) for rows in blocks}):
-            rankings = [rows for rows in blocks if len(rows) == K]
-            for rows, input_ids, attention_mask, T in common.micro_batches(batch, rankings, cfg.micro_batch_tokens):
-                scores = common.sequence_scores(model, input_ids, attention_mask)  # [B·K]
-                if K == 2:
-                    loss, stats = preference_loss(scores[::2], scores[1::2], margins[rows[::2]])
-                else:
-                    loss, stats = ranking_loss(scores.view(-1, K))
-                pairs = len(rows) * (K - 1) // 2 if T > 0 else 0
-                loss = loss * pairs / num_pairs + cfg.center_coef * scores.square().sum() * (T > 0) / len(batch.mask)
-                loss.backward()
-                total_loss += loss.detach()
-                meter.add(pairs, **stats)
+        for rows, input_ids, attention_mask, T in common.micro_batches(batch, blocks, cfg.micro_batch_tokens):
+            scores = torch.zeros(len(batch.mask), device=run.device).index_put(  # [N], 0 outside the micro-batch
+                (rows,), common.sequence_scores(model, input_ids, attention_mask))
+            here = torch.isin(better, rows)  # both answers of a pair are in it, or neither
+            loss, stats = preference_loss(scores[better[here]], scores[worse[here]], margins[here])
+            count = here.sum() * (T > 0)  # T = 0: a rank without rows of its own keeps step with the others
+            loss = loss * count / len(pairs) + cfg.center_coef * scores.square().sum() * (T > 0) / len(scores)
+            loss.backward()
+            total_loss += loss.detach()
+            meter.add(count, **stats)
         meter.add(1, **run.optimizer_step(model, optimizer, schedule, total_loss))
 
         # 3. Log.

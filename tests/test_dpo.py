@@ -51,7 +51,7 @@ def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
     """Against the definition: each pair alone, each answer alone."""
     model, tokenizer = random_model("Qwen2")
     cfg = dpo.Config(micro_batch_tokens=max_tokens)
-    pairs = [common.Preference(p, [], [a, b], [], 0.0) for p, a, b in
+    pairs = [common.Preference(p, [], [a, b], [], [1.0, 0.0]) for p, a, b in
              (("1+1=?", "2", "31"), ("12+34=?", "46,46", "4"), ("7", "7", "1,2,3,4"))]
     pairs = common.encode_preferences(pairs, tokenizer, cfg, "--data")
     batch, blocks = common.collate_preferences(pairs, tokenizer.pad_token_id, "cpu")
