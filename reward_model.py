@@ -58,6 +58,13 @@ def calibration_error(differences: torch.Tensor, bins: int = 10) -> float:
     return float(sum(gaps))
 
 
+def pad_unlike_eos(tokenizer) -> int:
+    """The pad id to save. transformers reads the score at the last token that is not padding: that must be the EOS."""
+    if tokenizer.pad_token_id == tokenizer.eos_token_id:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0 if tokenizer.eos_token_id != 0 else 1)
+    return tokenizer.pad_token_id
+
+
 @torch.no_grad()
 def score_all(model, preferences, pad_id: int, cfg: Config, device) -> list[torch.Tensor]:
     """The scores [K] of each row's answers, on every rank."""
@@ -125,11 +132,11 @@ def main(cfg: Config) -> None:
             metrics |= evaluate(model, eval_preferences, pad_id, cfg, run.device)
         run.end_step(step, metrics)
 
-    # The scale of a Bradley–Terry score has no zero. Put it at the mean chosen answer: model/config.json keeps the
-    # shift, since heads of sequence classifiers have no bias, and ppo.py subtracts it.
+    # A Bradley–Terry score has no zero of its own. Put it at the mean chosen answer: the head has no bias, so
+    # model/config.json keeps the shift, and ppo.py subtracts it.
     chosen = torch.stack([scores[0] for scores in score_all(model, data.items[:2000], pad_id, cfg, run.device)])
     model.config.reward_shift = chosen.mean().item()
-    model.config.pad_token_id = pad_id
+    model.config.pad_token_id = pad_unlike_eos(tokenizer)
     run.finish(model, tokenizer)
 
 

@@ -1,14 +1,15 @@
 """The reward model's losses by hand, and a score that padding does not move."""
 import itertools
+import json
 import math
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import common
 import reward_model
-from helpers import random_model
+from helpers import random_model, read_metrics, run_script
 
 
 def test_preference_loss_by_hand():
@@ -28,6 +29,15 @@ def test_ranking_loss_is_the_mean_over_all_pairs():
                 for i, j in itertools.combinations(range(4), 2)]
     assert len(expected) == 3 * 6
     torch.testing.assert_close(reward_model.ranking_loss(rewards)[0], torch.stack(expected).mean())
+
+
+def test_ties_make_no_pair():
+    """Scores 1, 1, 0: two pairs of three, and the two right answers are not told apart."""
+    preference = common.read_preference({"prompt": "p", "responses": ["c", "a", "b"], "scores": [0, 1, 1]})
+    assert preference.answers == ["a", "b", "c"] and preference.pairs == [(0, 2), (1, 2)]
+    assert common.read_preference({"prompt": "p", "responses": ["a", "b"], "scores": [1, 1]}) is None
+    ranked = common.read_preference({"prompt": "p", "responses": ["a", "b", "c"]})
+    assert ranked.pairs == [(0, 1), (0, 2), (1, 2)]
 
 
 def test_calibration_error():
@@ -52,3 +62,65 @@ def test_padding_does_not_move_a_score(architecture, tmp_path):
         ids = torch.tensor([[eos] * left + row + [eos] * (width - left - len(row)) for row in rows])
         mask = torch.tensor([[0] * left + [1] * len(row) + [0] * (width - left - len(row)) for row in rows])
         torch.testing.assert_close(common.sequence_scores(scorer, ids, mask), torch.cat(alone), rtol=1e-4, atol=1e-5)
+
+
+ROWS = [{"prompt": "12+34=?", "chosen": "46", "rejected": "64,64", "margin": 0.5},
+        {"prompt": "1+1=?", "responses": ["2", "1+1=2", "11", "3,3,3,3"]},
+        {"prompt": "5+5=?", "responses": ["10", "0", "55", "5,5"], "scores": [1, 0, 0, 0]}]
+
+
+@pytest.fixture
+def run_step(tmp_path):
+    """run_step(architecture, flags) -> the directory of one update, at rate 0, on all rows, pad token = EOS."""
+    def run(architecture, *flags):
+        model, tokenizer = random_model(architecture)
+        tokenizer.pad_token = tokenizer.eos_token
+        model.save_pretrained(tmp_path / "base")
+        tokenizer.save_pretrained(tmp_path / "base")
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        done = run_script("reward_model.py", "--model", tmp_path / "base", "--data", tmp_path / "rows.jsonl", "--steps", 1,
+                          "--pairs_per_step", 3, "--lr", 0, "--overwrite", "--output_dir", tmp_path / "run", *flags)
+        assert done.returncode == 0, done.stderr
+        return tmp_path / "run"
+    return run
+
+
+@pytest.mark.parametrize("max_tokens", [1, 40, 100_000])
+def test_the_step_is_the_mean_over_its_pairs_for_any_micro_batch(run_step, max_tokens):
+    """Ten pairs from three rows of two and four answers: each counts 1/10, alone or packed; the margin is subtracted."""
+    directory = run_step("Llama", "--micro_batch_tokens", max_tokens, "--center_coef", 0.1)
+    model = AutoModelForSequenceClassification.from_pretrained(directory / "model", num_labels=1).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    losses, scores = [], []
+    for row in ROWS:
+        answers = row.get("responses") or [row["chosen"], row["rejected"]]
+        one = [model(torch.tensor([tokenizer.encode(row["prompt"] + text) + [tokenizer.eos_token_id]])).logits[0, 0]
+               for text in answers]
+        scores += one
+        pairs = [(0, 1), (0, 2), (0, 3)] if "scores" in row else itertools.combinations(range(len(one)), 2)
+        losses += [-torch.nn.functional.logsigmoid(one[i] - one[j] - row.get("margin", 0.0)) for i, j in pairs]
+    assert len(losses) == 10
+    loss = torch.stack(losses).mean() + 0.1 * torch.stack(scores).square().mean()
+    model.zero_grad()
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    step = read_metrics(directory)[-1]
+    assert step["loss"] == pytest.approx(loss.item(), rel=1e-4) and step["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2", "GPT2"])
+def test_plain_transformers_reads_the_same_scores_from_the_saved_model(run_step, architecture):
+    """One by one and in a padded batch, though the pad token was the EOS; the mean chosen answer is at the shift."""
+    directory = run_step(architecture)
+    model = AutoModelForSequenceClassification.from_pretrained(directory / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    texts = ["12+34=?46", "1+1=?2", "5+5=?10"]
+    rows = [tokenizer.encode(text) + [tokenizer.eos_token_id] for text in texts]
+    padded = tokenizer.pad([{"input_ids": row} for row in rows], return_tensors="pt", padding_side="right")
+    with torch.no_grad():
+        alone = torch.cat([model(torch.tensor([row])).logits[:, 0] for row in rows])
+        together = model(**padded).logits[:, 0]
+    own = common.sequence_scores(model, padded["input_ids"], padded["attention_mask"])
+    torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(alone, own.detach(), rtol=1e-4, atol=1e-5)
+    assert model.config.num_labels == 1 and model.config.reward_shift == pytest.approx(alone.mean().item(), rel=1e-4)
