@@ -1,5 +1,9 @@
 """Small random models of many architectures, and a way to run a script as a user does."""
+import contextlib
+import importlib
+import io
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,13 +39,25 @@ def random_model(architecture: str, seed: int = 0, **changes):
     return model.eval(), tokenizer
 
 
-def run_script(script: str, *flags, cwd=ROOT, processes: int = 0, timeout: float = 240) -> subprocess.CompletedProcess:
-    """Run a script in a process of its own (or several under torchrun), its output captured."""
-    launcher = [sys.executable]
+def run_script(script: str, *flags, processes: int = 0, timeout: float = 240) -> subprocess.CompletedProcess:
+    """`python SCRIPT flags`, its output captured: in this process, or with `processes` under torchrun."""
+    command = [str(ROOT / script), *map(str, flags)]
     if processes:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return subprocess.run([*launcher, str(ROOT / script), *map(str, flags)], cwd=cwd, capture_output=True, text=True,
-                          timeout=timeout)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        return subprocess.run(launcher + command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    module, argv, code, errors = importlib.import_module(script.removesuffix(".py")), sys.argv, 0, io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    sys.argv = command
+    try:
+        with contextlib.redirect_stderr(errors):
+            common.launch(module.main, module.Config)
+    except SystemExit as stopped:
+        code = stopped.code
+    finally:
+        sys.argv = argv
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return subprocess.CompletedProcess(command, code, "", errors.getvalue())
 
 
 def read_metrics(directory) -> list[dict]:
