@@ -1396,45 +1396,58 @@ def load_reward_function(spec: str):
 # --------------------------------------------------------------------------------------------------- verifiers
 #
 # Model text is data: it is read by a small recursive-descent evaluator, never run. Everything is bounded (length,
-# nesting, powers, list lengths), so that no text takes long, and nothing raises.
+# nesting, size of numbers, length of lists), so that no text takes long, and nothing raises.
 
-LONGEST_COMPLETION, LONGEST_ANSWER, DEEPEST, LONGEST_LIST = 20_000, 400, 30, 12
-_ANSWER_LINE = re.compile(r"^[ \t]*(?:\*\*)?(?:####[ \t]*|# Answer[ \t]*\n+|(?:Final )?Answer[ \t]*:(?:\*\*)?[ \t]*|A:[ \t]*)"
-                          r"(?=\S)([^\n]+)", re.M | re.I)
-_ANSWER_PHRASE = re.compile(r"\banswer (?:is|=)(?: (?:equal to|therefore|thus|simply))?:?[ \t]*(?=\S)([^\n]+)", re.I)
+LONGEST_COMPLETION, LONGEST_ANSWER, LONGEST_LIST, DEEPEST, MOST_BITS = 20_000, 400, 20, 30, 20_000
+
+_LINE = re.compile(r"^[ \t]*(?:####|(?:\*\*|#+ )?(?:A:|(?i:(?:final )?answer)\**[ \t]*(?::|\n\s*)))\**[ \t]*(?=\S)([^\n]+)",
+                   re.M)
+_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|[ \t]+([^\s${}]+))")
+_PHRASE = re.compile(r"answer(?: is|:| =)(?: (?:equal to|therefore|thus|simply))?:?\**\s*(?=\S)", re.I)
+_MARKED = re.compile(r"<answer>|\\boxed|\\fbox|####")
+_PHRASE_END = re.compile(r"\n|[.!](?:\s|$)|,? (?:because|since|so) ")
 
 
 def extract_answer(text) -> str | None:
     """The final answer of a completion, or None: what stands in its last <answer>…</answer> or \\boxed{…}, or after
     its last `####`, `# Answer`, `Answer:` or `A:` at the start of a line; failing these, after "the answer is".
     """
-    text, answer = str(text)[-LONGEST_COMPLETION:], None
+    text, marked = str(text)[-LONGEST_COMPLETION:], None
     for _ in range(3):  # <answer>\boxed{18}</answer> has one inside the other
-        inner = _last_marked(text)
-        if inner is None:
+        if (inner := _last_marked(text)) is None:
             break
-        text = answer = inner
-    if answer is None and (phrases := _ANSWER_PHRASE.findall(text)):
-        answer = re.split(r"\.(?:\s|$)|,? (?:because|since|so) ", phrases[-1])[0].strip()
-    return answer or None
+        text = marked = inner
+    *_, phrase = None, *_PHRASE.finditer(text)  # "Answer: The final answer is $18$. I hope it is correct."
+    if phrase:
+        said = text[phrase.end():]
+        formula = re.match(r"\$([^$\s](?:[^$\n]*[^$\s])?)\$(?!\w)", said)
+        marked = formula[1] if formula else _PHRASE_END.split(said, maxsplit=1)[0]
+    return marked and marked.strip() or None
 
 
 def _last_marked(text: str) -> str | None:
-    found = []  # (where it ends, answer)
+    found = [(line.end(), line[1]) for line in _LINE.finditer(text)][-1:]  # (where it ends, answer)
     if (end := text.rfind("</answer>")) >= 0 and (start := text.rfind("<answer>", 0, end)) >= 0:
         found.append((end, text[start + len("<answer>"):end]))
-    opened = []  # of each open brace, where the content of a box begins (None for other braces)
-    for brace in re.finditer(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]", text):
-        if brace[0] in ("\\{", "\\}"):
-            continue  # a set's
-        if brace[0] != "}":
-            opened.append(brace.end() if len(brace[0]) > 1 else None)
-        elif opened and (start := opened.pop()) is not None:
-            found.append((brace.start(), text[start:brace.start()]))
-    if not found:
-        found = [(box.end(), box[1]) for box in re.finditer(r"\\(?:boxed|fbox)[ \t]+([^\s${}]+)", text)]
-    found += [(line.end(), line[1]) for line in _ANSWER_LINE.finditer(text)]
+    for box in [*_BOX.finditer(text)][:-6:-1]:  # the last ones: one of them may lack its closing brace
+        end, depth = box.end(), 1
+        for brace in () if box[1] else re.finditer(r"\\.|[{}]", text[end:], re.S):  # \{ and \} are a set's
+            depth += (brace[0] == "{") - (brace[0] == "}")
+            if depth == 0:
+                found.append((end + brace.start(), text[end:end + brace.start()]))
+                break
+        if box[1]:
+            found.append((end, box[1]))
+        if box[1] or depth == 0:
+            break
     return max(found)[1].strip() if found else None
+
+
+def format_reward(text) -> float:
+    """1 where the completion is one <think>…</think> and then one <answer>…</answer> and nothing else, else 0."""
+    text = str(text).strip()
+    once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    return float(once and bool(re.fullmatch(r"<think>.*</think>\s*<answer>.*</answer>", text, re.S)))
 
 
 def is_equivalent(prediction, answer) -> bool:
@@ -1444,358 +1457,321 @@ def is_equivalent(prediction, answer) -> bool:
     """
     if prediction is None or answer is None:
         return False
-    prediction, answer = (extract_answer(side) or str(side) if re.search(r"<answer>|\\boxed|\\fbox|####", str(side)[-LONGEST_COMPLETION:])
-                          else str(side) for side in (prediction, answer))
-    if max(len(prediction), len(answer)) > LONGEST_ANSWER:
-        return prediction.split() == answer.split() and bool(prediction.split())
+    a, b = (extract_answer(side) or side if _MARKED.search(side[-LONGEST_COMPLETION:]) else side
+            for side in (str(prediction), str(answer)))
+    if max(len(a), len(b)) > LONGEST_ANSWER:
+        return a.strip() == b.strip() != ""
     try:
-        return _same(_clean(prediction), _clean(answer))
+        return _same(_clean(a), _clean(b))
     except (ValueError, ArithmeticError, RecursionError):  # ValueError: not readable as what it looked like
         return False
 
 
-def format_reward(text) -> float:
-    """1 where the completion is one <think>…</think> and then one <answer>…</answer> and nothing else, else 0."""
-    text = str(text).strip()
-    tags = ["<think>", "</think>", "<answer>", "</answer>"]
-    if any(text.count(tag) != 1 for tag in tags):
-        return 0.0
-    places = [text.find(tag) for tag in tags]
-    between = text[places[1] + len("</think>"):places[2]]
-    return float(places == sorted(places) and places[0] == 0 and text.endswith("</answer>") and not between.strip())
-
-
-_REPLACED = [  # in this order
-    (r"^\*+|\*+$", ""), (r"(?<=\d)(?:\\,|\{,\}|\\ )(?=\d{3})", ""),
-    (r"\\\$|\$|€|£|\\euro|\\pounds|\\\(|\\\)|\\\[|\\\]|\\displaystyle|\\!|\\(?:big|Big|bigg|Bigg)[lr]?(?![a-z])", ""),
-    (r"\\left(?![a-z])|\\right(?![a-z])", ""), (r"(?<!\\)\\[,;: ]|~|\\quad|\\qquad|\u00a0", " "),
-    (r"\\[dtc]frac", r"\\frac"), (r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|°|\\degree", " degrees"), (r"\\%|%", " percent"),
-    (r"[−–—]", "-"), (r"\\times|\\cdot|[×⋅·]", "*"), (r"\*\*", "^"), (r"\\div|[÷⁄]", "/"), (r"π", r"\\pi "), (r"∞", r"\\infty "),
-    (r"√", r"\\sqrt"), (r"\\leq?(?![a-z])|≤|<=", "≤"), (r"\\geq?(?![a-z])|≥|>=", "≥"), (r"\\lt(?![a-z])", "<"), (r"\\gt(?![a-z])", ">"),
-    (r"\\neq?(?![a-z])|≠", "≠"), (r"\\cup(?![a-z])|∪", "∪"), (r"\\pm(?![a-z])|±", "±"), (r"\\in(?![a-z])|∈", "∈"), (r"²", "^2"), (r"³", "^3"),
-    (r"\\lbrace|\\\{", "‹"), (r"\\rbrace|\\\}", "›"), (r"\\[lr]?vert(?![a-z])", "|"),
-    (r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname|rm|bf)\s*\{([^{}]*)\}", r" \1 ")]
-_REPLACED = [(re.compile(pattern), by) for pattern, by in _REPLACED]
+# How to write it, and the ways in which it is typed. What stands for nothing: sizes, currency, percent, degrees.
+_SPELLINGS = {
+    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \! \( \) \[ \] \$ $ € £ \% % °",
+    " ": r"\, \: \; \quad \qquad ~", ",": ";", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄", "^": "**",
+    "=": r"\approx ≈", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
+    "≠": r"\ne \neq !=", "∪": r"\cup", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
+    "|": r"\vert \lvert \rvert \mid", "^2": "²", "^3": "³", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√", ":": r"\colon",
+    "\\frac": r"\dfrac \tfrac \cfrac", "\\binom": r"\dbinom \tbinom", " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼",
+    " 3/4": "¾", "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \mbox \operatorname"}
+_SPELLINGS = {typed: to for to, ways in _SPELLINGS.items() for typed in ways.split()} | {"\\ ": " "}
+_TYPED = re.compile(r"\\[a-zA-Z]+|\\.|\*\*|[<>!]=|[$%~;]|[^\x00-\x7f]")
+_REWRITES = [(re.compile(pattern), to) for pattern, to in [
+    (r"\^\s*\{?\s*\\circ\s*\}?", ""), (r"\\text\s*\{\{?([^{}]*)\}?\}", r" \1 "), (r"\s*\{\s*,\s*\}\s*", ","),
+    (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["), (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"), (r"\\\\", "],["), ("&", ","),
+    (r"(?<![\w.^)}])(\d+)\s*\\frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", r"(\1+\2\3/\4\5)"), (r"(?<!log)_\{(\w+)\}", r"_\1")]]
 _PLAIN = re.compile(r"[\w\s.,+/()-]*", re.ASCII)
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
-_UNIT = re.compile(r"^(.*?[\d)}])\s*((?:\(?[A-Za-z]{2}[A-Za-z]*\.?|[a-z])\)?(?:\s*(?:\^\s*\{?\d\}?|/|per|of|[A-Za-z().]+))*)$")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, ])\d{3})(?:\1\d{3})*(?![\d,/])")
+_MIXED = re.compile(r"(?<![\w.^)}])(\d+) (\d+)/(\d+)")
+_SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
 
 
+@functools.lru_cache(4096)
 def _clean(text: str) -> str:
     """Rewrite the many ways to type the same thing to one: LaTeX dressing, unicode signs, thousands separators."""
     if not _PLAIN.fullmatch(text):
-        text = re.sub(r"(\d)([½⅓⅔¼¾])", r"\1 \2", text.strip())
-        for pattern, by in _REPLACED:
-            text = pattern.sub(by, text)
-        text = unicodedata.normalize("NFKC", text).replace("⁄", "/")
-    text = text.strip()
-    while text and text[-1] in ".,;:!" and not re.search(r"\d!$", text):
-        text = text[:-1].strip()
-    if not re.search(r"[(\[‹]", text):
-        text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
-    return re.sub(r"\s+", " ", re.sub(r"\s(?:and|or)\s", " , ", text)).strip()
-
-
-_SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
+        text = re.sub(r"(?<!\S)\*\*(\S[^*]*)\*\*", r"\1", text)  # bold
+        text = unicodedata.normalize("NFKC", _TYPED.sub(lambda typed: _SPELLINGS.get(typed[0], typed[0]), text))
+        for pattern, to in _REWRITES:
+            text = pattern.sub(to, text)
+    text = " ".join(text.split()).rstrip(" .,;:")
+    bracket = re.search(r"[(\[‹]|$", text).start()  # 1,234 is a number, (1,234) is a pair
+    text = _THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), text[:bracket]) + text[bracket:]
+    return _MIXED.sub(r"(\1+\2/\3)", re.sub(r"(?:, ?)?\b(?:and|or)\b", ",", text)).strip()
 
 
 def _split(text: str, separator: str) -> list[str]:
     """Split where `separator` stands outside of all brackets."""
+    if separator not in text:
+        return [text]
     parts, depth, start = [], 0, 0
     for i, character in enumerate(text):
-        depth += (character in "([{‹") - (character in ")]}›")
         if character == separator and depth == 0:
             parts.append(text[start:i].strip())
             start = i + 1
+        depth += (character in "([{‹") - (character in ")]}›")
+        if depth < 0:  # 1,2)∪(3,4 is no list
+            return [text]
     return parts + [text[start:].strip()]
+
+
+def _items(text: str) -> tuple[str, list[str], str]:
+    """"(1, 2]" -> ("(", ["1", "2"], "]"). A bare list has no brackets, anything else is a list of one; 1 ± 2 is two."""
+    parts = _split(text, ",")
+    if len(parts) == 1 and text[0] in "([{‹" and text[-1] in ")]}›":
+        inner = _split(text[1:-1], ",")
+        if len(inner) > 1 or text[0] == "‹":
+            return text[0].replace("{", "‹"), inner, text[-1].replace("}", "›")
+    return "", [part.translate(signs) for part in parts for signs in (_PLUS_MINUS if "±" in part else _PLUS_MINUS[:1])], ""
+
+
+_PLUS_MINUS = [str.maketrans("±∓", signs) for signs in ("+-", "-+")]
 
 
 def _same(a: str, b: str, depth: int = 0) -> bool:
     """Compare two cleaned answers by their outermost structure."""
     if not a or not b or depth > 4:
         return False
-    if _SPACES.sub("", a) == _SPACES.sub("", b):
+    if a == b or _SPACES.sub("", a) == _SPACES.sub("", b):
         return True
-    if "≠" in a + b or any(_split(x, "∪")[1:] for x in (a, b)):
-        return _same_in_any_order(_split(a, "∪"), _split(b, "∪"), depth) if "≠" not in a + b else False
-    a, b = _drop_name(a, b), _drop_name(b, a)
-    if any(re.search("[=<>≤≥]", x) for x in (a, b)):
-        return _same_relation(a, b)
-    if "begin{" in a + b:
-        rows, other_rows = _matrix(a), _matrix(b)
-        return [len(r) for r in rows] == [len(r) for r in other_rows] and all(
-            _same(x, y, depth + 1) for r, o in zip(rows, other_rows) for x, y in zip(r, o))
-    if any("±" in x for x in (a, b)):
-        return _same_in_any_order(_both_signs(a), _both_signs(b), depth)
+    if "∪" in a or "∪" in b:
+        return _same_in_any_order(_split(a, "∪"), _split(b, "∪"), depth)
+    if (_RELATION.search(a) or _RELATION.search(b)) and len(_split(a, ",")) == len(_split(b, ",")) == 1:
+        return _same_relation(_RELATION.split(a), _RELATION.split(b), depth)
     (a_open, a_items, a_close), (b_open, b_items, b_close) = _items(a), _items(b)
     if len(a_items) != len(b_items):
         return False
-    if len(a_items) > 1 or "‹" in (a_open, b_open):
-        if {a_open, b_open} <= {"", "‹"}:
+    if len(a_items) > 1 or a_open or b_open:
+        if a_open in ("", "‹") and b_open in ("", "‹"):
             return _same_in_any_order(a_items, b_items, depth)
-        if "" not in (a_open, b_open) and (a_open, a_close) != (b_open, b_close):
-            return False
-        return all(_same(x, y, depth + 1) for x, y in zip(a_items, b_items))
+        return (not a_open or not b_open or (a_open, a_close) == (b_open, b_close)) and all(
+            _same(x, y, depth + 1) for x, y in zip(a_items, b_items))
     return _same_scalar(a, b)
 
 
-def _items(text: str) -> tuple[str, list[str], str]:
-    """"(1, 2]" -> ("(", ["1", "2"], "]"); a bare list has no brackets, anything else is a list of one."""
-    if len(text) > 1 and text[0] in "([‹" and text[-1] in ")]›" and len(_split(text, ",")) == 1:
-        inner = _split(text[1:-1], ",")
-        balanced = _split(text[:-1] + " ", ",") and text[1:-1].count("(") == text[1:-1].count(")")
-        if balanced and (len(inner) > 1 or text[0] == "‹"):
-            return text[0], inner, text[-1]
-    return "", _split(text, ","), ""
-
-
 def _same_in_any_order(a: list[str], b: list[str], depth: int) -> bool:
-    if len(a) != len(b):
-        return False
-    if len(a) > LONGEST_LIST:
-        return sorted(x.replace(" ", "") for x in a) == sorted(x.replace(" ", "") for x in b)
-    rest = list(b)
+    if len(a) != len(b) or depth > 1 or len(a) > LONGEST_LIST:
+        return sorted(a) == sorted(b)
     for x in a:
-        match = next((y for y in rest if _same(x, y, depth + 1)), None)
+        match = next((y for y in b if _same(x, y, depth + 1)), None)
         if match is None:
             return False
-        rest.remove(match)
+        b = [y for y in b if y is not match]
     return True
 
 
-def _drop_name(a: str, b: str) -> str:
-    """"x = 5", "f(x) = 5" and "x ∈ [5]" -> "5", unless the other side has a relation too."""
-    if re.search("[=<>≤≥∈]", b):
-        return a
-    named = re.match(r"^[A-Za-z](?:_\{?\w+\}?)?\s*(?:\([a-z]\))?\s*[=∈]\s*([^=<>≤≥]+)$", a)
-    return named[1].strip() if named else a
+_RELATION = re.compile("([=<>≤≥≠∈])")
+_NAME = re.compile(r"[^\d]*(?:[(_]\d+\)?)?\s*")
 
 
-def _both_signs(text: str) -> list[str]:
-    return [text.replace("±", "+"), text.replace("±", "-")] if "±" in text else _split(text, ",")
-
-
-def _matrix(text: str) -> list[list[str]]:
-    body = re.fullmatch(r"\\begin\{[a-zA-Z]*\}(?:\{[a-z|]*\})?(.*)\\end\{[a-zA-Z]*\}", text)
-    if not body:
-        raise ValueError
-    return [[cell.strip() for cell in row.split("&")] for row in re.split(r"\\\\", body[1].strip().removesuffix("\\\\"))]
-
-
-def _same_relation(a: str, b: str) -> bool:
-    """Equations and inequalities agree where left − right of one is a constant (for < and >: positive) times the other's."""
-    def parts(text):
-        found = re.split("([=<>≤≥])", text)
-        sides, signs = found[::2], found[1::2]
-        if signs and signs[0] in ">≥":  # read it from the other end
-            sides, signs = sides[::-1], [{">": "<", "≥": "≤"}.get(sign, sign) for sign in signs[::-1]]
-        return sides, signs
-    (sides, signs), (other_sides, other_signs) = parts(a), parts(b)
-    if signs != other_signs or not signs:
+def _same_relation(a: list[str], b: list[str], depth: int) -> bool:
+    """Equations and inequalities agree where left − right of one is a constant (for < and >: positive) times the other's.
+    A relation agrees with a plain answer where it names it: x = 5, f(2) = 5, x ∈ [1, 2].
+    """
+    if len(a) == 1 or len(b) == 1:
+        (*name, sign, value), other = (a, b[0]) if len(b) == 1 else (b, a[0])
+        return sign in "=∈" and bool(_NAME.fullmatch(name[0])) and _same(value.strip(), other, depth + 1)
+    (sides, signs), (other_sides, other_signs) = (_read_from_the_left(x[::2], x[1::2]) for x in (a, b))
+    if signs != other_signs:
         return False
+    if sides[:-1] == other_sides[:-1]:
+        return _same(sides[-1].strip(), other_sides[-1].strip(), depth + 1)
     for left, right, other_left, other_right, sign in zip(sides, sides[1:], other_sides, other_sides[1:], signs):
-        ratios = []
-        for point in range(3):
-            one = _value(left, point) - _value(right, point)
-            other = _value(other_left, point) - _value(other_right, point)
-            if not other:
-                return False
-            ratios.append(one / other)
-        if not all(_close(ratio, ratios[0]) for ratio in ratios) or not ratios[0] or (
-                sign != "=" and (isinstance(ratios[0], complex) or ratios[0] < 0)):
+        ratios = [(_value(left, point) - _value(right, point)) / (_value(other_left, point) - _value(other_right, point))
+                  for point in range(3)]
+        if not ratios[0] or not all(_close(ratio, ratios[0]) for ratio in ratios) or (
+                sign not in "=≠" and (isinstance(ratios[0], complex) or ratios[0] < 0)):
             return False
     return True
+
+
+def _read_from_the_left(sides: list[str], signs: list[str]):
+    if signs[0] in ">≥":
+        return sides[::-1], ["<" if sign == ">" else "≤" if sign == "≥" else sign for sign in signs[::-1]]
+    return sides, signs
+
+
+# 18 apples, 5 cm^2, 60 miles/hour: a word after a number. Short ones only if known, or if after a space: 2ab is 2·a·b.
+_UNIT = re.compile(r"(?<=[\d)}\]\s])\s*\(?((?:(?!sqrt|sin|cos|tan|log|exp|pi\b)(?:[A-Za-z]{4}|(?<=\s)[A-Za-z]{3})|"
+                   r"(?:[ckm]?m|k?g|ft|in|lbs?|oz|m[lg]|mph|hrs?|min|sec|am|pm|[ap]\.m|L)(?![A-Za-z]))[A-Za-z\s./()^{}23-]*)$")
+
+
+def _split_unit(text: str) -> tuple[str, str]:
+    """"18 apples" -> ("18", "apple")."""
+    found = _UNIT.search(text)
+    if not found or not re.search(r"\d|\\pi", text[:found.start()]):
+        return text, ""
+    return text[:found.start()], re.sub(r"[\s(){}.^]", "", found[1]).lower().rstrip("s")
+
+
+def _same_unit(a: str, b: str) -> bool:
+    """The same, or one abbreviates the other: cm, centimeter."""
+    short, long = sorted((a, b), key=len)
+    rest = iter(long)
+    return not short or a == b or short[0] == long[0] and short.isalpha() == long.isalpha() and all(c in rest for c in short)
 
 
 def _same_scalar(a: str, b: str) -> bool:
     (a, a_unit), (b, b_unit) = _split_unit(a), _split_unit(b)
-    if a_unit and b_unit and a_unit != b_unit:
+    if not _same_unit(a_unit, b_unit):
         return False
-    letters = [re.sub(r"[^a-z0-9]", "", x.lower()) for x in (a, b)]
-    if letters[0] == letters[1] and re.fullmatch(r"[\s()a-zA-Z.,'\"-]*[a-zA-Z]{2}[\s()a-zA-Z.,'\"-]*", a):
-        return True  # words
-    if choice := re.fullmatch(r"\(?([A-Z])\)?", a):
-        other = re.fullmatch(r"\(?([A-Z])\)?", b)
+    if ":" in a or ":" in b:  # 3:30 is a time or a ratio, not a quotient
+        parts, other_parts = a.split(":"), b.split(":")
+        return len(parts) == len(other_parts) and all(_same(x.strip(), y.strip(), 4) for x, y in zip(parts, other_parts))
+    if re.search("[A-Za-z]{2}", a) and _letters(a) == _letters(b):
+        return True
+    if choice := re.fullmatch(r"\(?([A-Z])\)?\.?", a):
+        other = re.fullmatch(r"\(?([A-Z])\)?\.?", b)
         return bool(other) and choice[1] == other[1]
-    points = 3 if re.search("[a-zA-Z]", a + b) else 1
     try:
+        points = 3 if re.search("[a-zA-Z]", a + b) else 1
         return all(_close(_value(a, point), _value(b, point)) for point in range(points))
     except ValueError:
-        plain = [re.sub(r"[{}\\]", "", _SPACES.sub("", x)).lower() for x in (a, b)]
-        return plain[0] == plain[1]
+        return _letters(a) == _letters(b)
 
 
-def _split_unit(text: str) -> tuple[str, str]:
-    """"18 apples" -> ("18", "apple"). A lone letter is a variable, unless a space parts it from a number."""
-    found = _UNIT.match(text)
-    if not found or re.search(r"\\[a-z]+$", found[1]) or not re.search(r"[A-Za-z]{2}| [a-z]$", text[len(found[1]):]) \
-            or re.match(r"(?:sin|cos|tan|log|ln|exp|pi|sqrt)\b", found[2]):
-        return text, ""
-    unit = re.sub(r"[\s(){}.]", "", found[2]).lower()
-    return found[1], unit[:-1] if unit.endswith("s") and len(unit) > 2 else unit
+def _letters(text: str) -> str:
+    return re.sub(r"[{}\\]", "", _SPACES.sub("", text)).lower()
 
 
 def _close(a, b) -> bool:
+    """Equal, or apart only by the rounding of floats."""
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return a == b
     a, b = complex(a), complex(b)
     return a == b or abs(a - b) <= 1e-9 * max(abs(a), abs(b)) or max(abs(a), abs(b)) < 1e-12
 
 
-_TOKEN = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3}(?![\d.]))?|\.\d+|\\[a-zA-Z]+|[a-zA-Z]+|\S")
+_TOKEN = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d{1,2}(?!\d))?|\.\d+|\\[a-zA-Z]+|[a-zA-Z]+|\S")
+_CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
+_CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf, "infinity": math.inf}
 _FUNCTIONS = {"sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "log": cmath.log10, "exp": cmath.exp,
               "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan, "sec": lambda x: 1 / cmath.cos(x),
-              "csc": lambda x: 1 / cmath.sin(x), "cot": lambda x: 1 / cmath.tan(x), "abs": abs}
-_CONSTANTS = {"\\pi": math.pi, "pi": math.pi, "e": math.e, "i": 1j, "\\infty": math.inf, "infty": math.inf, "infinity": math.inf}
+              "csc": lambda x: 1 / cmath.sin(x), "cot": lambda x: 1 / cmath.tan(x)}
+_WORDS = {*_FUNCTIONS, *_CONSTANTS, "frac", "binom", "sqrt"}
 
 
+@functools.lru_cache(4096)
 def _value(text: str, point: int):
-    """The value of a formula, each letter standing for a fixed number at each of three points. Raises ValueError."""
-    text = re.sub(r"^(-?)\s*(\d+) (\d+)/(\d+)$", r"\1(\2+\3/\4)", text)  # 2 1/2
-    text = re.sub(r"(?<![\d.^_{])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"(\1+\2/\3)", text)
-    text = re.sub(r"(?<![\d.^_{])(\d+)\s*\\frac\s*(\d)(\d)(?!\d)", r"(\1+\2/\3)", text)
-    tokens = []
-    for token in _TOKEN.findall(text):
-        word = token.lstrip("\\")
-        if re.fullmatch(r"[a-zA-Z]{2,}", token) and word not in _FUNCTIONS and word not in _CONSTANTS and word != "sqrt":
-            if len(token) > 3:
-                raise ValueError  # a word
-            tokens += token  # xy is x·y
-        else:
+    """The value of a formula, each letter standing for a fixed number at each of three points. Raises ValueError.
+
+    sum = product ± product …       product = ±power * ±power / ±power power …       power = atom ! ^ ±power
+    atom = number | letter | (sum) | |sum| | \\frac{sum}{sum} | \\sqrt[sum]{sum} | \\sin^power power | …
+    """
+    tokens, depth, bars, bits = [""], 0, 0, 0  # the tokens are a stack: the next one stands last
+    for token in reversed(_TOKEN.findall(text)):
+        if token[0] == "\\" or token in _WORDS or not token.isalpha():
             tokens.append(token)
-    parser = _Evaluator(tokens, point)
-    value = parser.sum(0)
-    if parser.place != len(tokens):
+        elif len(token) < 4:
+            tokens += reversed(token)  # xy is x·y
+        else:
+            raise ValueError  # a word
+
+    def taken(*wanted) -> str:
+        return tokens.pop() if tokens[-1] in wanted else ""
+
+    def total():
+        value = product()
+        while sign := taken("+", "-"):
+            value = value + product() if sign == "+" else value - product()
+        return value
+
+    def product():
+        value = signed()
+        while True:
+            if taken("*"):
+                value = value * signed()
+            elif taken("/"):
+                value = value / signed()
+            elif tokens[-1] in _CLOSING and not (bars and tokens[-1] == "|") or tokens[-1].lstrip("\\").isalpha():
+                value = value * power()  # 2x, 2(x + 1); but 2 3 is not 6
+            else:
+                return value
+
+    def signed():
+        if sign := taken("+", "-"):
+            return -signed() if sign == "-" else signed()
+        return power()
+
+    def power():
+        value = atom()
+        while taken("!"):
+            value = Fraction(math.factorial(whole(value, 100)))
+        return raised(value, signed()) if taken("^") else value
+
+    def raised(base, exponent):
+        nonlocal bits
+        if isinstance(base, Fraction) and isinstance(exponent, Fraction):
+            if exponent.denominator == 1:
+                bits += max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent)
+                if bits > MOST_BITS:
+                    raise ValueError
+                return base ** int(exponent)
+            if exponent == Fraction(1, 2) and base >= 0:
+                root = Fraction(math.isqrt(base.numerator), math.isqrt(base.denominator))
+                if root * root == base:
+                    return root
+        if isinstance(base, complex) or isinstance(exponent, complex) or base < 0:
+            return complex(base) ** complex(exponent)
+        return float(base) ** float(exponent)
+
+    def argument():  # of \frac and \sqrt: {…}, or the next digit, letter or command
+        if len(tokens[-1]) > 1 and tokens[-1].isdigit():
+            digit, tokens[-1] = tokens[-1][0], tokens[-1][1:]
+            return Fraction(digit)
+        return atom()
+
+    def atom():
+        nonlocal depth, bars
+        token = tokens.pop()
+        if token[:1].isdigit() or token[:1] == ".":
+            return Fraction(token)
+        if depth == DEEPEST:
+            raise ValueError
+        word, depth = token.lstrip("\\"), depth + 1
+        if token in _CLOSING:
+            bars += token == "|"
+            value = total()
+            if tokens.pop() != _CLOSING[token]:
+                raise ValueError
+            if token == "|":
+                value, bars = abs(value), bars - 1
+        elif word == "frac":
+            value = argument() / argument()
+        elif word == "binom":
+            value = Fraction(math.comb(whole(argument(), 1000), whole(argument(), 1000)))
+        elif word == "sqrt":
+            index = atom() if tokens[-1] == "[" else Fraction(2)
+            value = raised(argument() if token != word else atom(), 1 / index)  # √12 without a backslash is of all of 12
+        elif word in _FUNCTIONS:
+            base, exponent = (argument() if taken(mark) else None for mark in "_^")
+            ends = tokens[-1] in _CLOSING
+            value = power()
+            while not ends and tokens[-1].lstrip("\\").isalpha() and tokens[-1].lstrip("\\") not in _FUNCTIONS:
+                value = value * power()  # \cos 2x
+            value = _FUNCTIONS[word](complex(value)) / (1 if base is None else cmath.log10(complex(base)))
+            value = value if exponent is None else raised(value, exponent)
+        elif word in _CONSTANTS:
+            value = _CONSTANTS[word]
+        elif word.isalpha():
+            word += taken("_") and "_" + tokens.pop()
+            value = Fraction(int.from_bytes(word.encode(), "big") * 7919 % (1009, 1013, 1019)[point] + 1, 97)
+        else:
+            raise ValueError
+        depth -= 1
+        return value
+
+    def whole(value, most):
+        if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= most:
+            raise ValueError
+        return int(value)
+
+    value = total()
+    if tokens != [""]:
         raise ValueError
     return value
-
-
-class _Evaluator:
-    """sum := product ± product …;  product := power · power …;  power := atom ^ power;  atom := number, letter, (sum) …"""
-
-    def __init__(self, tokens: list[str], point: int):
-        self.tokens, self.point, self.place = tokens, point, 0
-
-    def peek(self) -> str:
-        return self.tokens[self.place] if self.place < len(self.tokens) else ""
-
-    def take(self, expected: str = "") -> str:
-        token = self.peek()
-        if not token or expected and token != expected:
-            raise ValueError
-        self.place += 1
-        return token
-
-    def sum(self, depth):
-        if depth > DEEPEST:
-            raise ValueError
-        value = self.product(depth)
-        while self.peek() in ("+", "-"):
-            value = value + self.product(depth) if self.take() == "+" else value - self.product(depth)
-        return value
-
-    def product(self, depth):
-        sign = 1
-        while self.peek() in ("+", "-"):
-            sign = -sign if self.take() == "-" else sign
-        value, after_number = self.power(depth), self.tokens[self.place - 1][-1:].isdigit()
-        while token := self.peek():
-            if token in ("*", "/"):
-                self.take()
-                negative = self.peek() == "-" and self.take()
-                other = self.power(depth)
-                other = -other if negative else other
-                value = _divide(value, other) if token == "/" else value * other
-            elif token[0].isdigit() and after_number or token in "+-)]}!^|,‹›" or not re.match(r"[\w\\({\[.]", token):
-                break
-            else:
-                value = value * self.power(depth)
-            after_number = self.tokens[self.place - 1][-1:].isdigit()
-        return sign * value
-
-    def power(self, depth):
-        value = self.atom(depth)
-        while self.peek() == "!":
-            self.take()
-            if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= 100:
-                raise ValueError
-            value = Fraction(math.factorial(int(value)))
-        if self.peek() == "^":
-            self.take()
-            sign = -1 if self.peek() == "-" and self.take() else 1
-            value = _raise(value, sign * (self.power(depth + 1) if depth < DEEPEST else self.take("")))
-        return value
-
-    def group(self, depth):
-        """The argument of \\frac or \\sqrt: {…}, or the next digit, letter or command."""
-        token = self.peek()
-        if token == "{":
-            return self.atom(depth)
-        if token[:1].isdigit():
-            self.tokens[self.place:self.place + 1] = [token[0], token[1:]] if len(token) > 1 else [token]
-            return Fraction(self.take())
-        return self.atom(depth)
-
-    def atom(self, depth):
-        token = self.take()
-        word = token.lstrip("\\")
-        if token[0].isdigit() or token[0] == "." and len(token) > 1:
-            return Fraction(token.rstrip("."))
-        if token in ("(", "{", "[", "|"):
-            value = self.sum(depth + 1)
-            self.take({"(": ")", "{": "}", "[": "]", "|": "|"}[token])
-            return abs(value) if token == "|" else value
-        if word in ("frac", "binom", "dbinom", "tbinom"):
-            top, bottom = self.group(depth + 1), self.group(depth + 1)
-            return _divide(top, bottom) if word == "frac" else _choose(top, bottom)
-        if word == "sqrt":
-            index = Fraction(2)
-            if self.peek() == "[":
-                index = self.atom(depth + 1)
-            return _raise(self.group(depth + 1), _divide(Fraction(1), index))
-        if word in _FUNCTIONS:
-            base = exponent = None
-            while self.peek() in ("_", "^"):
-                if self.take() == "_":
-                    base = self.group(depth + 1)
-                else:
-                    exponent = self.group(depth + 1)
-            argument = self.power(depth + 1) if depth < DEEPEST else self.take("")
-            value = abs(argument) if word == "abs" else _FUNCTIONS[word](complex(argument))
-            value = value / cmath.log10(complex(base)) if base is not None and word == "log" else value
-            return _raise(value, exponent) if exponent is not None else value
-        if token in _CONSTANTS:
-            return _CONSTANTS[token]
-        if re.fullmatch(r"[a-zA-Z]|\\[a-zA-Z]+", token):  # a letter, or a greek one
-            seed = sum(ord(c) * 31 ** i for i, c in enumerate(word)) + 1009 * self.point
-            return Fraction(seed * 7919 % 1013 + 11, 97 + seed % 89)
-        raise ValueError
-
-
-def _divide(a, b):
-    return a / b  # a zero divisor raises ZeroDivisionError, which `is_equivalent` answers with False
-
-
-def _choose(n, k):
-    if not all(isinstance(x, Fraction) and x.denominator == 1 and 0 <= x <= 1000 for x in (n, k)):
-        raise ValueError
-    return Fraction(math.comb(int(n), int(k)))
-
-
-def _raise(base, exponent):
-    if isinstance(base, Fraction) and isinstance(exponent, Fraction):
-        if exponent.denominator == 1 and abs(exponent) <= 1000:
-            bits = max(abs(base.numerator).bit_length(), base.denominator.bit_length())
-            if bits * abs(exponent) > 20_000:
-                raise ValueError
-            return base ** int(exponent)
-        if base >= 0 and exponent == Fraction(1, 2):
-            roots = math.isqrt(base.numerator), math.isqrt(base.denominator)
-            if roots[0] ** 2 == base.numerator and roots[1] ** 2 == base.denominator:
-                return Fraction(*roots)
-    if isinstance(base, Fraction) and base < 0 or isinstance(base, complex) or isinstance(exponent, complex):
-        return complex(base) ** complex(exponent)
-    return float(base) ** float(exponent)
 
 
 # -------------------------------------------------------------------------------------------------- evaluation
