@@ -1469,7 +1469,7 @@ def is_equivalent(prediction, answer) -> bool:
 
 # How to write it, and the ways in which it is typed. What stands for nothing: sizes, currency, percent, degrees.
 _SPELLINGS = {
-    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \! \( \) \[ \] \$ $ € £ \% % °",
+    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \! \( \) \[ \] \$ $ € £ \% % ° \degree",
     " ": r"\, \: \; \quad \qquad ~", ",": ";", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄", "^": "**",
     "=": r"\approx ≈", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
     "≠": r"\ne \neq !=", "∪": r"\cup", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
@@ -1524,7 +1524,7 @@ def _items(text: str) -> tuple[str, list[str], str]:
         inner = _split(text[1:-1], ",")
         if len(inner) > 1 or text[0] == "‹":
             return text[0].replace("{", "‹"), inner, text[-1].replace("}", "›")
-    return "", [part.translate(signs) for part in parts for signs in (_PLUS_MINUS if "±" in part else _PLUS_MINUS[:1])], ""
+    return "", [part.translate(signs) for part in parts for signs in (_PLUS_MINUS if {"±", "∓"} & {*part} else _PLUS_MINUS[:1])], ""
 
 
 _PLUS_MINUS = [str.maketrans("±∓", signs) for signs in ("+-", "-+")]
@@ -1640,8 +1640,7 @@ def _close(a, b) -> bool:
     """Equal, or apart only by the rounding of floats."""
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return a == b
-    a, b = complex(a), complex(b)
-    return a == b or abs(a - b) <= 1e-9 * max(abs(a), abs(b)) or max(abs(a), abs(b)) < 1e-12
+    return cmath.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
 
 
 _TOKEN = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d{1,2}(?!\d))?|\.\d+|\\[a-zA-Z]+|[a-zA-Z]+|\S")
