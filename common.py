@@ -1400,47 +1400,48 @@ def load_reward_function(spec: str):
 
 LONGEST_COMPLETION, LONGEST_ANSWER, LONGEST_LIST, DEEPEST, MOST_BITS = 20_000, 400, 20, 30, 20_000
 
-_LINE = re.compile(r"^[ \t]*(?:####|(?:\*\*|#+ )?(?:A:|(?i:(?:final )?answer)\**[ \t]*(?::|\n\s*)))\**[ \t]*(?=\S)([^\n]+)",
-                   re.M)
+_LINE = re.compile(r"^[ \t]*(?:####|(?:\*\*|#+ )?(?:A:|(?i:(?:final )?answer)\**[ \t]*(?::|\n\s*)))\**[ \t]*(?=\S)(.+)", re.M)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|[ \t]+([^\s${}]+))")
+_BRACE = re.compile(r"\\.|[{}]", re.S)  # \{ and \} are a set's
 _PHRASE = re.compile(r"answer(?: is|:| =)(?: (?:equal to|therefore|thus|simply))?:?\**\s*(?=\S)", re.I)
-_MARKED = re.compile(r"<answer>|\\boxed|\\fbox|####")
-_PHRASE_END = re.compile(r"\n|[.!](?:\s|$)|,? (?:because|since|so) ")
+_PHRASE_ENDS = re.compile(r"\n|[.!](?:\s|$)|,? (?:because|since|so) ")
+_FORMULA = re.compile(r"\$([^$\s](?:[^$\n]*[^$\s])?)\$(?!\w)")
 
 
 def extract_answer(text) -> str | None:
     """The final answer of a completion, or None: what stands in its last <answer>…</answer> or \\boxed{…}, or after
     its last `####`, `# Answer`, `Answer:` or `A:` at the start of a line; failing these, after "the answer is".
     """
-    text, marked = str(text)[-LONGEST_COMPLETION:], None
+    text, answer = str(text)[-LONGEST_COMPLETION:], None
     for _ in range(3):  # <answer>\boxed{18}</answer> has one inside the other
-        if (inner := _last_marked(text)) is None:
-            break
-        text = marked = inner
-    *_, phrase = None, *_PHRASE.finditer(text)  # "Answer: The final answer is $18$. I hope it is correct."
-    if phrase:
-        said = text[phrase.end():]
-        formula = re.match(r"\$([^$\s](?:[^$\n]*[^$\s])?)\$(?!\w)", said)
-        marked = formula[1] if formula else _PHRASE_END.split(said, maxsplit=1)[0]
-    return marked and marked.strip() or None
+        if marked := _last_marked(text):
+            text = answer = marked
+    if phrases := [*_PHRASE.finditer(text)]:  # perhaps "Answer: The final answer is $18$. I hope it is correct."
+        said = text[phrases[-1].end():]
+        formula = _FORMULA.match(said)
+        answer = formula[1] if formula else _PHRASE_ENDS.split(said, maxsplit=1)[0].strip()
+    return answer or None
 
 
 def _last_marked(text: str) -> str | None:
-    found = [(line.end(), line[1]) for line in _LINE.finditer(text)][-1:]  # (where it ends, answer)
+    found = [(line.end(), line[1]) for line in _LINE.finditer(text)]  # (where it ends, answer)
     if (end := text.rfind("</answer>")) >= 0 and (start := text.rfind("<answer>", 0, end)) >= 0:
         found.append((end, text[start + len("<answer>"):end]))
-    for box in [*_BOX.finditer(text)][:-6:-1]:  # the last ones: one of them may lack its closing brace
-        end, depth = box.end(), 1
-        for brace in () if box[1] else re.finditer(r"\\.|[{}]", text[end:], re.S):  # \{ and \} are a set's
+    if box := _last_box(text):
+        found.append(box)
+    return max(found)[1].strip() if found else None
+
+
+def _last_box(text: str) -> tuple[int, str] | None:
+    for box in [*_BOX.finditer(text)][:-6:-1]:  # from the last one back, since its closing brace may be missing
+        if box[1]:
+            return box.end(), box[1]
+        depth = 1
+        for brace in _BRACE.finditer(text, box.end()):
             depth += (brace[0] == "{") - (brace[0] == "}")
             if depth == 0:
-                found.append((end + brace.start(), text[end:end + brace.start()]))
-                break
-        if box[1]:
-            found.append((end, box[1]))
-        if box[1] or depth == 0:
-            break
-    return max(found)[1].strip() if found else None
+                return brace.start(), text[box.end():brace.start()]
+    return None
 
 
 def format_reward(text) -> float:
@@ -1457,64 +1458,77 @@ def is_equivalent(prediction, answer) -> bool:
     """
     if prediction is None or answer is None:
         return False
-    a, b = (extract_answer(side) or side if _MARKED.search(side[-LONGEST_COMPLETION:]) else side
+    a, b = (extract_answer(side) or side if _MARKED.search(side, max(0, len(side) - LONGEST_COMPLETION)) else side
             for side in (str(prediction), str(answer)))
     if max(len(a), len(b)) > LONGEST_ANSWER:
         return a.strip() == b.strip() != ""
     try:
         return _same(_clean(a), _clean(b))
-    except (ValueError, ArithmeticError, RecursionError):  # ValueError: not readable as what it looked like
+    except (ValueError, ArithmeticError, RecursionError):
         return False
 
 
-# How to write it, and the ways in which it is typed. What stands for nothing: sizes, currency, percent, degrees.
-_SPELLINGS = {
+_MARKED = re.compile(r"<answer>|\\boxed|\\fbox|####")
+_SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currency, percent and degrees are left out
     "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \! \( \) \[ \] \$ $ € £ \% % ° \degree",
-    " ": r"\, \: \; \quad \qquad ~", ",": ";", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄", "^": "**",
-    "=": r"\approx ≈", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
+    " ": r"\, \: \; \quad \qquad ~ \ ", ",": ";", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄", "^": "**",
+    "=": r"\approx ≈", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt", ":": r"\colon",
     "≠": r"\ne \neq !=", "∪": r"\cup", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
-    "|": r"\vert \lvert \rvert \mid", "^2": "²", "^3": "³", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√", ":": r"\colon",
-    "\\frac": r"\dfrac \tfrac \cfrac", "\\binom": r"\dbinom \tbinom", " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼",
-    " 3/4": "¾", "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \mbox \operatorname"}
-_SPELLINGS = {typed: to for to, ways in _SPELLINGS.items() for typed in ways.split()} | {"\\ ": " "}
-_TYPED = re.compile(r"\\[a-zA-Z]+|\\.|\*\*|[<>!]=|[$%~;]|[^\x00-\x7f]")
-_REWRITES = [(re.compile(pattern), to) for pattern, to in [
+    "|": r"\vert \lvert \rvert \mid", "^2": "²", "^3": "³", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
+    "\\frac": r"\dfrac \tfrac \cfrac", "\\binom": r"\dbinom \tbinom",
+    " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼", " 3/4": "¾",
+    "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \mbox \operatorname"}
+_SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
+_TYPED = re.compile(r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|[<>!]=|[$%~;]|[^\x00-\x7f]")
+_REWRITES = [(re.compile(pattern), ours) for pattern, ours in [
     (r"\^\s*\{?\s*\\circ\s*\}?", ""), (r"\\text\s*\{\{?([^{}]*)\}?\}", r" \1 "), (r"\s*\{\s*,\s*\}\s*", ","),
-    (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["), (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"), (r"\\\\", "],["), ("&", ","),
-    (r"(?<![\w.^)}])(\d+)\s*\\frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", r"(\1+\2\3/\4\5)"), (r"(?<!log)_\{(\w+)\}", r"_\1")]]
-_PLAIN = re.compile(r"[\w\s.,+/()-]*", re.ASCII)
+    (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["), (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),  # a matrix is a list
+    (r"\\\\", "],["), ("&", ","),
+    (r"\\(frac|binom|sqrt|log_)\s*(\w)", r"\\\1{\2}"), (r"(\\(?:frac|binom)\{[^{}]*\})\s*(\w)", r"\1{\2}"),  # \frac12
+    (r"(?<![\w.^)}])(\d+)\s*(?:\\frac\{(\d+)\}\{(\d+)\}|\s(\d+)/(\d+))", r"(\1+\2\4/\3\5)"),  # mixed numbers
+    (r"(\d+)\.(\d*)\\overline\{(\d+)\}", lambda d: f"({d[1]}.{d[2]}0+{d[3]}/(10^{len(d[2])}*(10^{len(d[3])}-1)))"),
+    (r"(?<!log)_\{(\w+)\}", r"_\1"), (r"\(([A-Z])\)", r"\1"), (r"\s+", " "), (r"(?:, ?)?\b(?:and|or)\b", ","),
+    (r"^ | ?[.,:;]? ?$", "")]]
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, ])\d{3})(?:\1\d{3})*(?![\d,/])")
-_MIXED = re.compile(r"(?<![\w.^)}])(\d+) (\d+)/(\d+)")
-_SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
+_NUMBER = re.compile(r"-?(?:\d+/\d+|\d*\.?\d+)", re.ASCII)
 
 
 @functools.lru_cache(4096)
 def _clean(text: str) -> str:
     """Rewrite the many ways to type the same thing to one: LaTeX dressing, unicode signs, thousands separators."""
-    if not _PLAIN.fullmatch(text):
-        text = re.sub(r"(?<!\S)\*\*(\S[^*]*)\*\*", r"\1", text)  # bold
-        text = unicodedata.normalize("NFKC", _TYPED.sub(lambda typed: _SPELLINGS.get(typed[0], typed[0]), text))
-        for pattern, to in _REWRITES:
-            text = pattern.sub(to, text)
-    text = " ".join(text.split()).rstrip(" .,;:")
+    if _NUMBER.fullmatch(text):
+        return text
+    text = re.sub(r"(?<!\S)\*\*(\S[^*]*)\*\*", r"\1", text)  # bold
+    text = unicodedata.normalize("NFKC", _TYPED.sub(lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0]), text))
+    for pattern, ours in _REWRITES:
+        text = pattern.sub(ours, text)
     bracket = re.search(r"[(\[‹]|$", text).start()  # 1,234 is a number, (1,234) is a pair
-    text = _THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), text[:bracket]) + text[bracket:]
-    return _MIXED.sub(r"(\1+\2/\3)", re.sub(r"(?:, ?)?\b(?:and|or)\b", ",", text)).strip()
+    return _THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), text[:bracket]) + text[bracket:]
 
 
-def _split(text: str, separator: str) -> list[str]:
-    """Split where `separator` stands outside of all brackets."""
-    if separator not in text:
-        return [text]
-    parts, depth, start = [], 0, 0
-    for i, character in enumerate(text):
-        if character == separator and depth == 0:
-            parts.append(text[start:i].strip())
-            start = i + 1
-        depth += (character in "([{‹") - (character in ")]}›")
-        if depth < 0:  # 1,2)∪(3,4 is no list
-            return [text]
-    return parts + [text[start:].strip()]
+_SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
+_RELATION = re.compile("([=<>≤≥≠∈])")
+_PLUS_MINUS = [str.maketrans("±∓", signs) for signs in ("+-", "-+")]
+
+
+def _same(a: str, b: str, depth: int = 0) -> bool:
+    """Compare two cleaned answers by their outermost structure."""
+    if _NUMBER.fullmatch(a) and _NUMBER.fullmatch(b):
+        return Fraction(a) == Fraction(b)
+    if not a or not b or depth > 4:
+        return False
+    if _SPACES.sub("", a) == _SPACES.sub("", b):
+        return True
+    if "∪" in a or "∪" in b:
+        return _same_list(_split(a, "∪"), _split(b, "∪"), depth, any_order=True)
+    if (_RELATION.search(a) or _RELATION.search(b)) and len(_split(a, ",")) == len(_split(b, ",")) == 1:
+        return _same_relation(_RELATION.split(a), _RELATION.split(b), depth)
+    (a_open, a_items, a_close), (b_open, b_items, b_close) = _items(a), _items(b)
+    if len(a_items) == len(b_items) == 1 and not a_open and not b_open:
+        return _same_scalar(a_items[0], b_items[0])
+    if a_open in ("", "‹") and b_open in ("", "‹"):
+        return _same_list(a_items, b_items, depth, any_order=True)
+    return (not a_open or not b_open or (a_open, a_close) == (b_open, b_close)) and _same_list(a_items, b_items, depth)
 
 
 def _items(text: str) -> tuple[str, list[str], str]:
@@ -1524,76 +1538,76 @@ def _items(text: str) -> tuple[str, list[str], str]:
         inner = _split(text[1:-1], ",")
         if len(inner) > 1 or text[0] == "‹":
             return text[0].replace("{", "‹"), inner, text[-1].replace("}", "›")
-    return "", [part.translate(signs) for part in parts for signs in (_PLUS_MINUS if {"±", "∓"} & {*part} else _PLUS_MINUS[:1])], ""
+    return "", [part.translate(signs) for part in parts for signs in _PLUS_MINUS[:1 + bool({"±", "∓"} & {*part})]], ""
 
 
-_PLUS_MINUS = [str.maketrans("±∓", signs) for signs in ("+-", "-+")]
+def _split(text: str, separator: str) -> list[str]:
+    """Split where `separator` stands outside of all brackets."""
+    parts, depth, start = [], 0, 0
+    for i, character in enumerate(text if separator in text else ""):
+        if character == separator and depth == 0:
+            parts.append(text[start:i].strip())
+            start = i + 1
+        depth += (character in "([{‹") - (character in ")]}›")
+        if depth < 0:  # 1,2)∪(3,4 is no list
+            return [text]
+    return parts + [text[start:].strip()]
 
 
-def _same(a: str, b: str, depth: int = 0) -> bool:
-    """Compare two cleaned answers by their outermost structure."""
-    if not a or not b or depth > 4:
+def _same_list(a: list[str], b: list[str], depth: int, any_order: bool = False) -> bool:
+    if len(a) != len(b):
         return False
-    if a == b or _SPACES.sub("", a) == _SPACES.sub("", b):
-        return True
-    if "∪" in a or "∪" in b:
-        return _same_in_any_order(_split(a, "∪"), _split(b, "∪"), depth)
-    if (_RELATION.search(a) or _RELATION.search(b)) and len(_split(a, ",")) == len(_split(b, ",")) == 1:
-        return _same_relation(_RELATION.split(a), _RELATION.split(b), depth)
-    (a_open, a_items, a_close), (b_open, b_items, b_close) = _items(a), _items(b)
-    if len(a_items) != len(b_items):
-        return False
-    if len(a_items) > 1 or a_open or b_open:
-        if a_open in ("", "‹") and b_open in ("", "‹"):
-            return _same_in_any_order(a_items, b_items, depth)
-        return (not a_open or not b_open or (a_open, a_close) == (b_open, b_close)) and all(
-            _same(x, y, depth + 1) for x, y in zip(a_items, b_items))
-    return _same_scalar(a, b)
-
-
-def _same_in_any_order(a: list[str], b: list[str], depth: int) -> bool:
-    if len(a) != len(b) or depth > 1 or len(a) > LONGEST_LIST:
+    if not any_order or depth > 0:
+        return all(_same(x, y, depth + 1) for x, y in zip(a, b))
+    if len(a) > LONGEST_LIST:
         return sorted(a) == sorted(b)
     for x in a:
-        match = next((y for y in b if _same(x, y, depth + 1)), None)
+        match = next((i for i, y in enumerate(b) if _same(x, y, depth + 1)), None)
         if match is None:
             return False
-        b = [y for y in b if y is not match]
+        b = b[:match] + b[match + 1:]
     return True
 
 
-_RELATION = re.compile("([=<>≤≥≠∈])")
-_NAME = re.compile(r"[^\d]*(?:[(_]\d+\)?)?\s*")
-
-
 def _same_relation(a: list[str], b: list[str], depth: int) -> bool:
-    """Equations and inequalities agree where left − right of one is a constant (for < and >: positive) times the other's.
-    A relation agrees with a plain answer where it names it: x = 5, f(2) = 5, x ∈ [1, 2].
+    """Two equations or inequalities agree where left − right of one is a constant (for < and >: positive) times the
+    other's. One that only names its answer (x = 5, f(2) = 5, x ∈ [1, 2]) agrees with the plain answer.
     """
     if len(a) == 1 or len(b) == 1:
-        (*name, sign, value), other = (a, b[0]) if len(b) == 1 else (b, a[0])
-        return sign in "=∈" and bool(_NAME.fullmatch(name[0])) and _same(value.strip(), other, depth + 1)
-    (sides, signs), (other_sides, other_signs) = (_read_from_the_left(x[::2], x[1::2]) for x in (a, b))
-    if signs != other_signs:
+        (name, *_, sign, value), (plain,) = (a, b) if len(b) == 1 else (b, a)
+        return sign in "=∈" and bool(re.fullmatch(r"\D*(?:[(_]\d+\)?)?\s*", name)) and _same(value.strip(), plain, depth)
+    a, b = (side[::-1] if side[1] in ">≥" else side for side in (a, b))  # read it from the other end
+    if [sign.translate(_MIRRORED) for sign in a[1::2]] != [sign.translate(_MIRRORED) for sign in b[1::2]]:
         return False
-    if sides[:-1] == other_sides[:-1]:
-        return _same(sides[-1].strip(), other_sides[-1].strip(), depth + 1)
-    for left, right, other_left, other_right, sign in zip(sides, sides[1:], other_sides, other_sides[1:], signs):
-        ratios = [(_value(left, point) - _value(right, point)) / (_value(other_left, point) - _value(other_right, point))
-                  for point in range(3)]
+    if a[:-1] == b[:-1]:
+        return _same(a[-1].strip(), b[-1].strip(), depth)
+    for left, sign, right, other_left, _, other_right in zip(a[::2], a[1::2], a[2::2], b[::2], b[1::2], b[2::2]):
+        sides = [_values(side) for side in (left, right, other_left, other_right)]
+        if None in sides:
+            return False
+        ratios = [(x - y) / (u - v) for x, y, u, v in zip(*sides)]
         if not ratios[0] or not all(_close(ratio, ratios[0]) for ratio in ratios) or (
                 sign not in "=≠" and (isinstance(ratios[0], complex) or ratios[0] < 0)):
             return False
     return True
 
 
-def _read_from_the_left(sides: list[str], signs: list[str]):
-    if signs[0] in ">≥":
-        return sides[::-1], ["<" if sign == ">" else "≤" if sign == "≥" else sign for sign in signs[::-1]]
-    return sides, signs
+_MIRRORED = str.maketrans(">≥", "<≤")
 
 
-# 18 apples, 5 cm^2, 60 miles/hour: a word after a number. Short ones only if known, or if after a space: 2ab is 2·a·b.
+def _same_scalar(a: str, b: str) -> bool:
+    (a, a_unit), (b, b_unit) = _split_unit(a), _split_unit(b)
+    if a_unit and b_unit and not _same_unit(a_unit, b_unit):
+        return False
+    if ":" in a or ":" in b:  # 3:30 is a time or a ratio, not a quotient
+        return _same_list(a.split(":"), b.split(":"), 1)
+    if a.lower() == b.lower() and re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{2}", a):
+        return True  # words
+    values = _values(a), _values(b)
+    return None not in values and all(map(_close, *values))
+
+
+# 18 apples, 5 cm^2, 60 miles/hour: a word after a number. Short ones only if known, or after a space: 2ab is 2·a·b.
 _UNIT = re.compile(r"(?<=[\d)}\]\s])\s*\(?((?:(?!sqrt|sin|cos|tan|log|exp|pi\b)(?:[A-Za-z]{4}|(?<=\s)[A-Za-z]{3})|"
                    r"(?:[ckm]?m|k?g|ft|in|lbs?|oz|m[lg]|mph|hrs?|min|sec|am|pm|[ap]\.m|L)(?![A-Za-z]))[A-Za-z\s./()^{}23-]*)$")
 
@@ -1603,47 +1617,22 @@ def _split_unit(text: str) -> tuple[str, str]:
     found = _UNIT.search(text)
     if not found or not re.search(r"\d|\\pi", text[:found.start()]):
         return text, ""
-    return text[:found.start()], re.sub(r"[\s(){}.^]", "", found[1]).lower().rstrip("s")
+    return text[:found.start()].strip(), re.sub(r"[\s(){}.^]", "", found[1]).lower().rstrip("s")
 
 
 def _same_unit(a: str, b: str) -> bool:
     """The same, or one abbreviates the other: cm, centimeter."""
     short, long = sorted((a, b), key=len)
     rest = iter(long)
-    return not short or a == b or short[0] == long[0] and short.isalpha() == long.isalpha() and all(c in rest for c in short)
-
-
-def _same_scalar(a: str, b: str) -> bool:
-    (a, a_unit), (b, b_unit) = _split_unit(a), _split_unit(b)
-    if not _same_unit(a_unit, b_unit):
-        return False
-    if ":" in a or ":" in b:  # 3:30 is a time or a ratio, not a quotient
-        parts, other_parts = a.split(":"), b.split(":")
-        return len(parts) == len(other_parts) and all(_same(x.strip(), y.strip(), 4) for x, y in zip(parts, other_parts))
-    if re.search("[A-Za-z]{2}", a) and _letters(a) == _letters(b):
-        return True
-    if choice := re.fullmatch(r"\(?([A-Z])\)?\.?", a):
-        other = re.fullmatch(r"\(?([A-Z])\)?\.?", b)
-        return bool(other) and choice[1] == other[1]
-    try:
-        points = 3 if re.search("[a-zA-Z]", a + b) else 1
-        return all(_close(_value(a, point), _value(b, point)) for point in range(points))
-    except ValueError:
-        return _letters(a) == _letters(b)
-
-
-def _letters(text: str) -> str:
-    return re.sub(r"[{}\\]", "", _SPACES.sub("", text)).lower()
+    return a == b or short[0] == long[0] and short.isalpha() == long.isalpha() and all(letter in rest for letter in short)
 
 
 def _close(a, b) -> bool:
     """Equal, or apart only by the rounding of floats."""
-    if isinstance(a, Fraction) and isinstance(b, Fraction):
-        return a == b
-    return cmath.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+    return a == b if isinstance(a, Fraction) and isinstance(b, Fraction) else cmath.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
 
 
-_TOKEN = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d{1,2}(?!\d))?|\.\d+|\\[a-zA-Z]+|[a-zA-Z]+|\S")
+_TOKEN = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d{1,2}(?!\d))?|\.\d+|\\?[a-zA-Z]+|\S")
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
 _CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf, "infinity": math.inf}
 _FUNCTIONS = {"sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "log": cmath.log10, "exp": cmath.exp,
@@ -1653,20 +1642,31 @@ _WORDS = {*_FUNCTIONS, *_CONSTANTS, "frac", "binom", "sqrt"}
 
 
 @functools.lru_cache(4096)
-def _value(text: str, point: int):
-    """The value of a formula, each letter standing for a fixed number at each of three points. Raises ValueError.
-
-    sum = product ± product …       product = ±power * ±power / ±power power …       power = atom ! ^ ±power
-    atom = number | letter | (sum) | |sum| | \\frac{sum}{sum} | \\sqrt[sum]{sum} | \\sin^power power | …
-    """
-    tokens, depth, bars, bits = [""], 0, 0, 0  # the tokens are a stack: the next one stands last
+def _values(text: str) -> list | None:
+    """The values of a formula at three points, at each of which a letter stands for a fixed number; None if unreadable."""
+    tokens, letters = [""], False  # a stack: the next token stands last
     for token in reversed(_TOKEN.findall(text)):
-        if token[0] == "\\" or token in _WORDS or not token.isalpha():
-            tokens.append(token)
-        elif len(token) < 4:
-            tokens += reversed(token)  # xy is x·y
+        if (word := token.lstrip("\\")) in _WORDS:
+            tokens.append(word)
+        elif token.isalpha():
+            if len(token) > 3:
+                return None  # a word, while xy is x·y
+            tokens += reversed(token)
+            letters = True
         else:
-            raise ValueError  # a word
+            tokens.append(token)
+            letters |= token[0] == "\\"
+    try:
+        return [_evaluate(tokens.copy(), point) for point in range(3)] if letters else [_evaluate(tokens, 0)] * 3
+    except (ValueError, ArithmeticError, RecursionError):
+        return None
+
+
+def _evaluate(tokens: list[str], point: int):
+    """sum = product ± product …      product = ±power * ±power / ±power power …      power = atom ! ^ ±power
+    atom = number | letter | (sum) | |sum| | \\frac atom atom | \\sqrt[sum] atom | \\sin^atom power | …
+    """
+    depth = bars = bits = 0
 
     def taken(*wanted) -> str:
         return tokens.pop() if tokens[-1] in wanted else ""
@@ -1684,7 +1684,7 @@ def _value(text: str, point: int):
                 value = value * signed()
             elif taken("/"):
                 value = value / signed()
-            elif tokens[-1] in _CLOSING and not (bars and tokens[-1] == "|") or tokens[-1].lstrip("\\").isalpha():
+            elif tokens[-1] in _CLOSING and not (bars and tokens[-1] == "|") or tokens[-1][-1:].isalpha():
                 value = value * power()  # 2x, 2(x + 1); but 2 3 is not 6
             else:
                 return value
@@ -1705,9 +1705,7 @@ def _value(text: str, point: int):
         if isinstance(base, Fraction) and isinstance(exponent, Fraction):
             if exponent.denominator == 1:
                 bits += max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent)
-                if bits > MOST_BITS:
-                    raise ValueError
-                return base ** int(exponent)
+                return base ** int(exponent) if bits < MOST_BITS else refuse()
             if exponent == Fraction(1, 2) and base >= 0:
                 root = Fraction(math.isqrt(base.numerator), math.isqrt(base.denominator))
                 if root * root == base:
@@ -1716,61 +1714,54 @@ def _value(text: str, point: int):
             return complex(base) ** complex(exponent)
         return float(base) ** float(exponent)
 
-    def argument():  # of \frac and \sqrt: {…}, or the next digit, letter or command
-        if len(tokens[-1]) > 1 and tokens[-1].isdigit():
-            digit, tokens[-1] = tokens[-1][0], tokens[-1][1:]
-            return Fraction(digit)
-        return atom()
-
     def atom():
         nonlocal depth, bars
         token = tokens.pop()
         if token[:1].isdigit() or token[:1] == ".":
             return Fraction(token)
-        if depth == DEEPEST:
-            raise ValueError
-        word, depth = token.lstrip("\\"), depth + 1
+        depth += 1
+        if depth > DEEPEST:
+            refuse()
         if token in _CLOSING:
             bars += token == "|"
             value = total()
             if tokens.pop() != _CLOSING[token]:
-                raise ValueError
+                refuse()
             if token == "|":
                 value, bars = abs(value), bars - 1
-        elif word == "frac":
-            value = argument() / argument()
-        elif word == "binom":
-            value = Fraction(math.comb(whole(argument(), 1000), whole(argument(), 1000)))
-        elif word == "sqrt":
+        elif token == "frac":
+            value = atom() / atom()
+        elif token == "binom":
+            value = Fraction(math.comb(whole(atom(), 1000), whole(atom(), 1000)))
+        elif token == "sqrt":
             index = atom() if tokens[-1] == "[" else Fraction(2)
-            value = raised(argument() if token != word else atom(), 1 / index)  # √12 without a backslash is of all of 12
-        elif word in _FUNCTIONS:
-            base, exponent = (argument() if taken(mark) else None for mark in "_^")
-            ends = tokens[-1] in _CLOSING
+            value = raised(atom(), 1 / index)
+        elif token in _FUNCTIONS:
+            base, exponent = (atom() if taken(mark) else None for mark in "_^")
+            bracketed = tokens[-1] in _CLOSING
             value = power()
-            while not ends and tokens[-1].lstrip("\\").isalpha() and tokens[-1].lstrip("\\") not in _FUNCTIONS:
+            while not bracketed and tokens[-1][-1:].isalpha() and tokens[-1] not in _FUNCTIONS:
                 value = value * power()  # \cos 2x
-            value = _FUNCTIONS[word](complex(value)) / (1 if base is None else cmath.log10(complex(base)))
+            value = _FUNCTIONS[token](complex(value)) / (1 if base is None else cmath.log10(complex(base)))
             value = value if exponent is None else raised(value, exponent)
-        elif word in _CONSTANTS:
-            value = _CONSTANTS[word]
-        elif word.isalpha():
-            word += taken("_") and "_" + tokens.pop()
-            value = Fraction(int.from_bytes(word.encode(), "big") * 7919 % (1009, 1013, 1019)[point] + 1, 97)
+        elif token in _CONSTANTS:
+            value = _CONSTANTS[token]
+        elif token[-1:].isalpha():
+            name = token + (taken("_") and tokens.pop())
+            value = Fraction(int.from_bytes(name.encode(), "big") * 7919 % (1009, 1013, 1019)[point] + 1, 97)
         else:
-            raise ValueError
+            refuse()
         depth -= 1
         return value
 
     def whole(value, most):
-        if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= most:
-            raise ValueError
-        return int(value)
+        return int(value) if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= most else refuse()
+
+    def refuse():
+        raise ValueError
 
     value = total()
-    if tokens != [""]:
-        raise ValueError
-    return value
+    return value if tokens == [""] else refuse()
 
 
 # -------------------------------------------------------------------------------------------------- evaluation
