@@ -1581,15 +1581,17 @@ def _same_relation(a: list[str], b: list[str], depth: int) -> bool:
         return False
     if a[:-1] == b[:-1]:
         return _same(a[-1].strip(), b[-1].strip(), depth)
-    for left, sign, right, other_left, _, other_right in zip(a[::2], a[1::2], a[2::2], b[::2], b[1::2], b[2::2]):
-        sides = [_values(side) for side in (left, right, other_left, other_right)]
-        if None in sides:
-            return False
-        ratios = [(x - y) / (u - v) for x, y, u, v in zip(*sides)]
+    for sign, gaps, other_gaps in zip(a[1::2], _gaps(a[::2]), _gaps(b[::2])):
+        ratios = [gap / other for gap, other in zip(gaps, other_gaps)]
         if not ratios[0] or not all(_close(ratio, ratios[0]) for ratio in ratios) or (
                 sign not in "=≠" and (isinstance(ratios[0], complex) or ratios[0] < 0)):
             return False
     return True
+
+
+def _gaps(sides: list[str]) -> list[list]:
+    values = [_values(side) or [math.nan] * 3 for side in sides]
+    return [[x - y for x, y in zip(*pair)] for pair in zip(values, values[1:])]
 
 
 _MIRRORED = str.maketrans(">≥", "<≤")
@@ -1597,7 +1599,9 @@ _MIRRORED = str.maketrans(">≥", "<≤")
 
 def _same_scalar(a: str, b: str) -> bool:
     (a, a_unit), (b, b_unit) = _split_unit(a), _split_unit(b)
-    if a_unit and b_unit and not _same_unit(a_unit, b_unit):
+    short, long = sorted((a_unit, b_unit), key=len)
+    letters = iter(long)  # cm is short for centimeter, but cm2 is not
+    if short and (short[0] != long[0] or short.isalpha() != long.isalpha() or not all(x in letters for x in short)):
         return False
     if ":" in a or ":" in b:  # 3:30 is a time or a ratio, not a quotient
         return _same_list(a.split(":"), b.split(":"), 1)
@@ -1620,19 +1624,13 @@ def _split_unit(text: str) -> tuple[str, str]:
     return text[:found.start()].strip(), re.sub(r"[\s(){}.^]", "", found[1]).lower().rstrip("s")
 
 
-def _same_unit(a: str, b: str) -> bool:
-    """The same, or one abbreviates the other: cm, centimeter."""
-    short, long = sorted((a, b), key=len)
-    rest = iter(long)
-    return a == b or short[0] == long[0] and short.isalpha() == long.isalpha() and all(letter in rest for letter in short)
-
-
 def _close(a, b) -> bool:
     """Equal, or apart only by the rounding of floats."""
     return a == b if isinstance(a, Fraction) and isinstance(b, Fraction) else cmath.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
 
 
 _TOKEN = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d{1,2}(?!\d))?|\.\d+|\\?[a-zA-Z]+|\S")
+_BINDS = {"+": 1, "-": 1, "*": 2, "/": 2, "": 2, "^": 3, "!": 4}  # "" stands between 2 and x
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
 _CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf, "infinity": math.inf}
 _FUNCTIONS = {"sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "log": cmath.log10, "exp": cmath.exp,
@@ -1644,124 +1642,100 @@ _WORDS = {*_FUNCTIONS, *_CONSTANTS, "frac", "binom", "sqrt"}
 @functools.lru_cache(4096)
 def _values(text: str) -> list | None:
     """The values of a formula at three points, at each of which a letter stands for a fixed number; None if unreadable."""
-    tokens, letters = [""], False  # a stack: the next token stands last
+    tokens, points = ["."], 1  # a stack: the next token stands last
     for token in reversed(_TOKEN.findall(text)):
-        if (word := token.lstrip("\\")) in _WORDS:
-            tokens.append(word)
-        elif token.isalpha():
-            if len(token) > 3:
-                return None  # a word, while xy is x·y
-            tokens += reversed(token)
-            letters = True
-        else:
-            tokens.append(token)
-            letters |= token[0] == "\\"
+        word = token.lstrip("\\")
+        points = 3 if word.isalpha() and word not in _WORDS else points
+        tokens += [word] if word in _WORDS else reversed(token) if len(token) < 4 and token.isalpha() else [token]
     try:
-        return [_evaluate(tokens.copy(), point) for point in range(3)] if letters else [_evaluate(tokens, 0)] * 3
-    except (ValueError, ArithmeticError, RecursionError):
+        return [_evaluate(tokens.copy(), point) for point in range(points)] * (3 // points)
+    except (ValueError, TypeError, ArithmeticError, RecursionError):
         return None
 
 
 def _evaluate(tokens: list[str], point: int):
-    """sum = product ± product …      product = ±power * ±power / ±power power …      power = atom ! ^ ±power
-    atom = number | letter | (sum) | |sum| | \\frac atom atom | \\sqrt[sum] atom | \\sin^atom power | …
+    """An atom and the operators after it, each with as much on its right as binds more strongly than it does.
+    Atoms: numbers, letters, (…), {…}, [….], |…|, ±atom, \\frac atom atom, \\sqrt[…] atom, \\sin^atom atom and the like.
     """
     depth = bars = bits = 0
 
-    def taken(*wanted) -> str:
-        return tokens.pop() if tokens[-1] in wanted else ""
-
-    def total():
-        value = product()
-        while sign := taken("+", "-"):
-            value = value + product() if sign == "+" else value - product()
-        return value
-
-    def product():
-        value = signed()
-        while True:
-            if taken("*"):
-                value = value * signed()
-            elif taken("/"):
-                value = value / signed()
-            elif tokens[-1] in _CLOSING and not (bars and tokens[-1] == "|") or tokens[-1][-1:].isalpha():
-                value = value * power()  # 2x, 2(x + 1); but 2 3 is not 6
-            else:
-                return value
-
-    def signed():
-        if sign := taken("+", "-"):
-            return -signed() if sign == "-" else signed()
-        return power()
-
-    def power():
-        value = atom()
-        while taken("!"):
-            value = Fraction(math.factorial(whole(value, 100)))
-        return raised(value, signed()) if taken("^") else value
-
-    def raised(base, exponent):
+    def read(strength):
         nonlocal bits
-        if isinstance(base, Fraction) and isinstance(exponent, Fraction):
-            if exponent.denominator == 1:
-                bits += max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent)
-                return base ** int(exponent) if bits < MOST_BITS else refuse()
-            if exponent == Fraction(1, 2) and base >= 0:
-                root = Fraction(math.isqrt(base.numerator), math.isqrt(base.denominator))
-                if root * root == base:
-                    return root
-        if isinstance(base, complex) or isinstance(exponent, complex) or base < 0:
-            return complex(base) ** complex(exponent)
-        return float(base) ** float(exponent)
+        value = atom()
+        while True:
+            operator = tokens[-1]
+            if operator[-1].isalpha() or operator in _CLOSING and not (bars and operator == "|"):
+                operator = ""  # 2x, 2(x + 1); but 2 3 is not 6
+            if _BINDS.get(operator, 0) <= strength:
+                return value
+            if operator:
+                tokens.pop()
+            if operator == "+":
+                value = value + read(1)
+            elif operator == "-":
+                value = value - read(1)
+            elif operator == "/":
+                value = value / read(2)
+            elif operator == "!":
+                value = Fraction(math.factorial(whole(value)))
+            elif operator == "^":
+                exponent = read(2)
+                if isinstance(value, Fraction) and isinstance(exponent, Fraction):
+                    bits += max(value.numerator.bit_length(), value.denominator.bit_length()) * abs(exponent)
+                value = value ** exponent if bits < MOST_BITS else refuse()
+            else:
+                value = value * read(2)
 
     def atom():
         nonlocal depth, bars
         token = tokens.pop()
-        if token[:1].isdigit() or token[:1] == ".":
+        if token[0].isdigit() or token[0] == ".":
             return Fraction(token)
         depth += 1
         if depth > DEEPEST:
             refuse()
-        if token in _CLOSING:
+        if token in "+-":
+            value = read(2) if token == "+" else -read(2)
+        elif token in _CLOSING:
             bars += token == "|"
-            value = total()
+            value = read(0)
             if tokens.pop() != _CLOSING[token]:
                 refuse()
-            if token == "|":
-                value, bars = abs(value), bars - 1
+            bars -= token == "|"
+            value = abs(value) if token == "|" else value
         elif token == "frac":
             value = atom() / atom()
         elif token == "binom":
-            value = Fraction(math.comb(whole(atom(), 1000), whole(atom(), 1000)))
+            value = Fraction(math.comb(whole(atom()), whole(atom())))
         elif token == "sqrt":
             index = atom() if tokens[-1] == "[" else Fraction(2)
-            value = raised(atom(), 1 / index)
+            value = atom() ** (1 / index)
         elif token in _FUNCTIONS:
-            base, exponent = (atom() if taken(mark) else None for mark in "_^")
+            base, exponent = (tokens.pop() and atom() if tokens[-1] == mark else None for mark in "_^")
             bracketed = tokens[-1] in _CLOSING
-            value = power()
-            while not bracketed and tokens[-1][-1:].isalpha() and tokens[-1] not in _FUNCTIONS:
-                value = value * power()  # \cos 2x
-            value = _FUNCTIONS[token](complex(value)) / (1 if base is None else cmath.log10(complex(base)))
-            value = value if exponent is None else raised(value, exponent)
+            value = read(2)
+            while not bracketed and tokens[-1][-1].isalpha() and tokens[-1] not in _FUNCTIONS:
+                value = value * read(2)  # \cos 2x
+            value = _FUNCTIONS[token](complex(value)) / (1 if base is None else cmath.log10(base))
+            value = value if exponent is None else value ** exponent
         elif token in _CONSTANTS:
             value = _CONSTANTS[token]
-        elif token[-1:].isalpha():
-            name = token + (taken("_") and tokens.pop())
+        elif token[-1].isalpha() and len(token) < 4 or token[0] == "\\":
+            name = token + (tokens.pop() + tokens.pop() if tokens[-1] == "_" else "")
             value = Fraction(int.from_bytes(name.encode(), "big") * 7919 % (1009, 1013, 1019)[point] + 1, 97)
         else:
             refuse()
         depth -= 1
         return value
 
-    def whole(value, most):
-        return int(value) if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= most else refuse()
+    def whole(value):
+        return int(value) if value in range(200) else refuse()
 
     def refuse():
         raise ValueError
 
-    value = total()
-    return value if tokens == [""] else refuse()
+    value = read(0)
+    return value if tokens == ["."] else refuse()
 
 
 # -------------------------------------------------------------------------------------------------- evaluation
