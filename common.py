@@ -1469,12 +1469,13 @@ def is_equivalent(prediction, answer) -> bool:
 
 
 _MARKED = re.compile(r"<answer>|\\boxed|\\fbox|####")
+_BOLD = re.compile(r"(?<!\S)\*\*(\S[^*]*)\*\*")
 _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currency, percent and degrees are left out
     "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \! \( \) \[ \] \$ $ € £ \% % ° \degree",
     " ": r"\, \: \; \quad \qquad ~ \ ", ",": ";", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄", "^": "**",
-    "=": r"\approx ≈", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt", ":": r"\colon",
+    "=": r"\approx ≈", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
     "≠": r"\ne \neq !=", "∪": r"\cup", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
-    "|": r"\vert \lvert \rvert \mid", "^2": "²", "^3": "³", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
+    ":": r"\colon", "|": r"\vert \lvert \rvert \mid", "^2": "²", "^3": "³", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
     "\\frac": r"\dfrac \tfrac \cfrac", "\\binom": r"\dbinom \tbinom",
     " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼", " 3/4": "¾",
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \mbox \operatorname"}
@@ -1482,14 +1483,14 @@ _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways
 _TYPED = re.compile(r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|[<>!]=|[$%~;]|[^\x00-\x7f]")
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [
     (r"\^\s*\{?\s*\\circ\s*\}?", ""), (r"\\text\s*\{\{?([^{}]*)\}?\}", r" \1 "), (r"\s*\{\s*,\s*\}\s*", ","),
-    (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["), (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),  # a matrix is a list
-    (r"\\\\", "],["), ("&", ","),
-    (r"\\(frac|binom|sqrt|log_)\s*(\w)", r"\\\1{\2}"), (r"(\\(?:frac|binom)\{[^{}]*\})\s*(\w)", r"\1{\2}"),  # \frac12
-    (r"(?<![\w.^)}])(\d+)\s*(?:\\frac\{(\d+)\}\{(\d+)\}|\s(\d+)/(\d+))", r"(\1+\2\4/\3\5)"),  # mixed numbers
+    (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["), (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),  # matrices
+    (r"\\\\", "],["), (r"&", ","), (r"\\(frac|binom|sqrt|log_)\s*(\w)", r"\\\1{\2}"),  # \frac12
+    (r"(\\(?:frac|binom)\{[^{}]*\})\s*(\w)", r"\1{\2}"), (r"\(([A-Z])\)", r"\1"), (r"(?<!log)_\{(\w+)\}", r"_\1"),
+    (r"(?<![\w.^)}])(\d+)\s*(?:\\frac\{(\d+)\}\{(\d+)\}|\s(\d+)/(\d+))", r"(\1+\2\4/\3\5)"),  # 2 1/2
     (r"(\d+)\.(\d*)\\overline\{(\d+)\}", lambda d: f"({d[1]}.{d[2]}0+{d[3]}/(10^{len(d[2])}*(10^{len(d[3])}-1)))"),
-    (r"(?<!log)_\{(\w+)\}", r"_\1"), (r"\(([A-Z])\)", r"\1"), (r"\s+", " "), (r"(?:, ?)?\b(?:and|or)\b", ","),
-    (r"^ | ?[.,:;]? ?$", "")]]
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, ])\d{3})(?:\1\d{3})*(?![\d,/])")
+    (r"(?:,\s*)?\b(?:and|or)\b", ","), (r"\s+", " "), (r"^ | ?[.,:]? ?$", ""),
+    (r"^[^(\[‹]+", lambda head: _THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), head[0]))]]
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, ])\d{3})(?:\1\d{3})*(?![\d,/])")  # but (1,234) is a pair
 _NUMBER = re.compile(r"-?(?:\d+/\d+|\d*\.?\d+)", re.ASCII)
 
 
@@ -1498,12 +1499,12 @@ def _clean(text: str) -> str:
     """Rewrite the many ways to type the same thing to one: LaTeX dressing, unicode signs, thousands separators."""
     if _NUMBER.fullmatch(text):
         return text
-    text = re.sub(r"(?<!\S)\*\*(\S[^*]*)\*\*", r"\1", text)  # bold
-    text = unicodedata.normalize("NFKC", _TYPED.sub(lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0]), text))
+    text = unicodedata.normalize("NFKC", _TYPED.sub(lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0]),
+                                                    _BOLD.sub(r"\1", text)))
     for pattern, ours in _REWRITES:
-        text = pattern.sub(ours, text)
-    bracket = re.search(r"[(\[‹]|$", text).start()  # 1,234 is a number, (1,234) is a pair
-    return _THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), text[:bracket]) + text[bracket:]
+        if pattern.search(text):
+            text = pattern.sub(ours, text)
+    return text
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
@@ -1626,7 +1627,11 @@ def _split_unit(text: str) -> tuple[str, str]:
 
 def _close(a, b) -> bool:
     """Equal, or apart only by the rounding of floats."""
-    return a == b if isinstance(a, Fraction) and isinstance(b, Fraction) else cmath.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+    return a == b or not (_exact(a) and _exact(b)) and cmath.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+
+
+def _exact(value) -> bool:
+    return isinstance(value, (int, Fraction))
 
 
 _TOKEN = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d{1,2}(?!\d))?|\.\d+|\\?[a-zA-Z]+|\S")
@@ -1675,13 +1680,14 @@ def _evaluate(tokens: list[str], point: int):
             elif operator == "-":
                 value = value - read(1)
             elif operator == "/":
-                value = value / read(2)
+                value = divided(value, read(2))
             elif operator == "!":
-                value = Fraction(math.factorial(whole(value)))
+                value = math.factorial(whole(value))
             elif operator == "^":
                 exponent = read(2)
-                if isinstance(value, Fraction) and isinstance(exponent, Fraction):
+                if _exact(value) and _exact(exponent):
                     bits += max(value.numerator.bit_length(), value.denominator.bit_length()) * abs(exponent)
+                    value = Fraction(value) if exponent < 0 else value
                 value = value ** exponent if bits < MOST_BITS else refuse()
             else:
                 value = value * read(2)
@@ -1690,7 +1696,7 @@ def _evaluate(tokens: list[str], point: int):
         nonlocal depth, bars
         token = tokens.pop()
         if token[0].isdigit() or token[0] == ".":
-            return Fraction(token)
+            return int(token) if token.isdigit() else Fraction(token)
         depth += 1
         if depth > DEEPEST:
             refuse()
@@ -1704,12 +1710,12 @@ def _evaluate(tokens: list[str], point: int):
             bars -= token == "|"
             value = abs(value) if token == "|" else value
         elif token == "frac":
-            value = atom() / atom()
+            value = divided(atom(), atom())
         elif token == "binom":
-            value = Fraction(math.comb(whole(atom()), whole(atom())))
+            value = math.comb(whole(atom()), whole(atom()))
         elif token == "sqrt":
-            index = atom() if tokens[-1] == "[" else Fraction(2)
-            value = atom() ** (1 / index)
+            index = atom() if tokens[-1] == "[" else 2
+            value = atom() ** divided(1, index)
         elif token in _FUNCTIONS:
             base, exponent = (tokens.pop() and atom() if tokens[-1] == mark else None for mark in "_^")
             bracketed = tokens[-1] in _CLOSING
@@ -1727,6 +1733,9 @@ def _evaluate(tokens: list[str], point: int):
             refuse()
         depth -= 1
         return value
+
+    def divided(a, b):
+        return Fraction(a, b) if _exact(a) and _exact(b) else a / b
 
     def whole(value):
         return int(value) if value in range(200) else refuse()
