@@ -1401,8 +1401,8 @@ def load_reward_function(spec: str):
 LONGEST_COMPLETION, LONGEST_ANSWER, LONGEST_LIST, DEEPEST, MOST_BITS = 20_000, 400, 20, 30, 20_000
 
 _LINE = re.compile(r"^[ \t]*(?:####|(?:\*\*|#+ )?(?:A:|(?i:(?:final )?answer)\**[ \t]*(?::|\n\s*)))\**[ \t]*(?=\S)(.+)", re.M)
-_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|[ \t]+([^\s${}]+))")
-_BRACE = re.compile(r"\\.|[{}]", re.S)  # \{ and \} are a set's
+_BOX = re.compile(r"\\(?:boxed|fbox)")
+_BRACE = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|[ \t]+([^\s\\${}]+))|\\.|[{}]", re.S)  # \{ and \} are a set's
 _PHRASE = re.compile(r"answer(?: is|:| =)(?: (?:equal to|therefore|thus|simply))?:?\**\s*(?=\S)", re.I)
 _PHRASE_ENDS = re.compile(r"\n|[.!](?:\s|$)|,? (?:because|since|so) ")
 _FORMULA = re.compile(r"\$([^$\s](?:[^$\n]*[^$\s])?)\$(?!\w)")
@@ -1414,8 +1414,9 @@ def extract_answer(text) -> str | None:
     """
     text, answer = str(text)[-LONGEST_COMPLETION:], None
     for _ in range(3):  # <answer>\boxed{18}</answer> has one inside the other
-        if marked := _last_marked(text):
-            text = answer = marked
+        if (marked := _last_marked(text)) is None:
+            break
+        text = answer = marked
     if phrases := [*_PHRASE.finditer(text)]:  # perhaps "Answer: The final answer is $18$. I hope it is correct."
         said = text[phrases[-1].end():]
         formula = _FORMULA.match(said)
@@ -1427,21 +1428,16 @@ def _last_marked(text: str) -> str | None:
     found = [(line.end(), line[1]) for line in _LINE.finditer(text)]  # (where it ends, answer)
     if (end := text.rfind("</answer>")) >= 0 and (start := text.rfind("<answer>", 0, end)) >= 0:
         found.append((end, text[start + len("<answer>"):end]))
-    if box := _last_box(text):
-        found.append(box)
+    opened = []  # of each open brace, where the content of a box begins (None: it is no box's)
+    for brace in _BRACE.finditer(text, box.start()) if (box := _BOX.search(text)) else ():
+        if brace[1]:
+            found.append((brace.end(), brace[1]))
+        elif brace[0] == "}":
+            if opened and (start := opened.pop()):
+                found.append((brace.start(), text[start:brace.start()]))
+        elif brace[0][-1] == "{" != brace[0][1:]:
+            opened.append(brace.end() if len(brace[0]) > 1 else None)
     return max(found)[1].strip() if found else None
-
-
-def _last_box(text: str) -> tuple[int, str] | None:
-    for box in [*_BOX.finditer(text)][:-6:-1]:  # from the last one back, since its closing brace may be missing
-        if box[1]:
-            return box.end(), box[1]
-        depth = 1
-        for brace in _BRACE.finditer(text, box.end()):
-            depth += (brace[0] == "{") - (brace[0] == "}")
-            if depth == 0:
-                return brace.start(), text[box.end():brace.start()]
-    return None
 
 
 def format_reward(text) -> float:
