@@ -31,6 +31,7 @@ import inspect
 import itertools
 import json
 import math
+import operator
 import os
 import random
 import re
@@ -1398,14 +1399,13 @@ def load_reward_function(spec: str):
 # Model text is data: it is read by a small recursive-descent evaluator, never run. Everything is bounded (length,
 # nesting, size of numbers, length of lists), so that no text takes long, and nothing raises.
 
-LONGEST_COMPLETION, LONGEST_ANSWER, LONGEST_LIST, DEEPEST, MOST_BITS = 20_000, 400, 20, 30, 20_000
+LONGEST_COMPLETION, LONGEST_ANSWER, LONGEST_LIST, DEEPEST, MOST_BITS = 20_000, 400, 20, 30, 8_000
 
-_LINE = re.compile(r"^[ \t]*(?:####|(?:\*\*|#+ )?(?:A:|(?i:(?:final )?answer)\**[ \t]*(?::|\n\s*)))\**[ \t]*(?=\S)(.+)", re.M)
-_BOX = re.compile(r"\\(?:boxed|fbox)")
-_BRACE = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|[ \t]+([^\s\\${}]+))|\\.|[{}]", re.S)  # \{ and \} are a set's
+_LINE = re.compile(r"^[ \t]*(?:####|(?:\*\*|#+ )?(?:A:|(?i:(?:final )?answer)\**[ \t]*(?::|\n\s*)))\**[ \t]*(?=\S)(.+)",
+                   re.M)
+_BRACE = re.compile(r"\\f?box(?:ed)?(?:(?P<box>\s*\{)|[ \t]+(?P<bare>[^\s\\${}]+))|(?P<open>\{)|(?P<close>\})|\\.", re.S)
 _PHRASE = re.compile(r"answer(?: is|:| =)(?: (?:equal to|therefore|thus|simply))?:?\**\s*(?=\S)", re.I)
 _PHRASE_ENDS = re.compile(r"\n|[.!](?:\s|$)|,? (?:because|since|so) ")
-_FORMULA = re.compile(r"\$([^$\s](?:[^$\n]*[^$\s])?)\$(?!\w)")
 
 
 def extract_answer(text) -> str | None:
@@ -1418,9 +1418,7 @@ def extract_answer(text) -> str | None:
             break
         text = answer = marked
     if phrases := [*_PHRASE.finditer(text)]:  # perhaps "Answer: The final answer is $18$. I hope it is correct."
-        said = text[phrases[-1].end():]
-        formula = _FORMULA.match(said)
-        answer = formula[1] if formula else _PHRASE_ENDS.split(said, maxsplit=1)[0].strip()
+        answer = _PHRASE_ENDS.split(text[phrases[-1].end():], maxsplit=1)[0].strip()
     return answer or None
 
 
@@ -1428,15 +1426,15 @@ def _last_marked(text: str) -> str | None:
     found = [(line.end(), line[1]) for line in _LINE.finditer(text)]  # (where it ends, answer)
     if (end := text.rfind("</answer>")) >= 0 and (start := text.rfind("<answer>", 0, end)) >= 0:
         found.append((end, text[start + len("<answer>"):end]))
-    opened = []  # of each open brace, where the content of a box begins (None: it is no box's)
-    for brace in _BRACE.finditer(text, box.start()) if (box := _BOX.search(text)) else ():
-        if brace[1]:
-            found.append((brace.end(), brace[1]))
-        elif brace[0] == "}":
-            if opened and (start := opened.pop()):
-                found.append((brace.start(), text[start:brace.start()]))
-        elif brace[0][-1] == "{" != brace[0][1:]:
-            opened.append(brace.end() if len(brace[0]) > 1 else None)
+    opened = []  # of each open brace, where the content of its box begins; None where it is no box's
+    for brace in _BRACE.finditer(text, first.start()) if (first := re.search(r"\\f?box", text)) else ():
+        kind = brace.lastgroup
+        if kind in ("box", "open"):
+            opened.append(brace.end() if kind == "box" else None)
+        elif kind == "close" and opened and (start := opened.pop()):
+            found.append((brace.start(), text[start:brace.start()]))
+        elif kind == "bare":
+            found.append((brace.end(), brace["bare"]))
     return max(found)[1].strip() if found else None
 
 
@@ -1454,39 +1452,37 @@ def is_equivalent(prediction, answer) -> bool:
     """
     if prediction is None or answer is None:
         return False
-    a, b = (extract_answer(side) or side if _MARKED.search(side, max(0, len(side) - LONGEST_COMPLETION)) else side
+    a, b = (extract_answer(side) or side if re.search(r"<answer>|\\f?box|####", side[-LONGEST_COMPLETION:]) else side
             for side in (str(prediction), str(answer)))
     if max(len(a), len(b)) > LONGEST_ANSWER:
         return a.strip() == b.strip() != ""
     try:
         return _same(_clean(a), _clean(b))
-    except (ValueError, ArithmeticError, RecursionError):
+    except (ValueError, TypeError, ArithmeticError, RecursionError):
         return False
 
 
-_MARKED = re.compile(r"<answer>|\\boxed|\\fbox|####")
-_BOLD = re.compile(r"(?<!\S)\*\*(\S[^*]*)\*\*")
 _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currency, percent and degrees are left out
-    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \! \( \) \[ \] \$ $ € £ \% % ° \degree",
+    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \! \( \) \[ \] \$ $ € £ \% % °",
     " ": r"\, \: \; \quad \qquad ~ \ ", ",": ";", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄", "^": "**",
     "=": r"\approx ≈", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
     "≠": r"\ne \neq !=", "∪": r"\cup", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
     ":": r"\colon", "|": r"\vert \lvert \rvert \mid", "^2": "²", "^3": "³", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
-    "\\frac": r"\dfrac \tfrac \cfrac", "\\binom": r"\dbinom \tbinom",
-    " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼", " 3/4": "¾",
-    "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \mbox \operatorname"}
+    " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼", " 3/4": "¾", "\\frac": r"\dfrac \tfrac \cfrac",
+    "\\binom": r"\dbinom \tbinom", "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \mbox \operatorname"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
-_TYPED = re.compile(r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|[<>!]=|[$%~;]|[^\x00-\x7f]")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, ])\d{3})(?:\1\d{3})*(?![\d,/])")
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [
-    (r"\^\s*\{?\s*\\circ\s*\}?", ""), (r"\\text\s*\{\{?([^{}]*)\}?\}", r" \1 "), (r"\s*\{\s*,\s*\}\s*", ","),
+    (r"(?<!\S)\*\*(\S[^*]*)\*\*", r"\1"),  # bold
+    (r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|[<>!]=|[$%~;]|[^\x00-\x7f]", lambda way: _SPELLINGS.get(way[0].strip(), way[0])),
+    (r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?", ""), (r"\\text\s*\{\{?([^{}]*)\}?\}", r" \1 "), (r"\s*\{\s*,\s*\}\s*", ","),
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["), (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),  # matrices
     (r"\\\\", "],["), (r"&", ","), (r"\\(frac|binom|sqrt|log_)\s*(\w)", r"\\\1{\2}"),  # \frac12
     (r"(\\(?:frac|binom)\{[^{}]*\})\s*(\w)", r"\1{\2}"), (r"\(([A-Z])\)", r"\1"), (r"(?<!log)_\{(\w+)\}", r"_\1"),
     (r"(?<![\w.^)}])(\d+)\s*(?:\\frac\{(\d+)\}\{(\d+)\}|\s(\d+)/(\d+))", r"(\1+\2\4/\3\5)"),  # 2 1/2
     (r"(\d+)\.(\d*)\\overline\{(\d+)\}", lambda d: f"({d[1]}.{d[2]}0+{d[3]}/(10^{len(d[2])}*(10^{len(d[3])}-1)))"),
-    (r"(?:,\s*)?\b(?:and|or)\b", ","), (r"\s+", " "), (r"^ | ?[.,:]? ?$", ""),
-    (r"^[^(\[‹]+", lambda head: _THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), head[0]))]]
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, ])\d{3})(?:\1\d{3})*(?![\d,/])")  # but (1,234) is a pair
+    (r"(?:,\s*)?\b(?:and|or)\b", ","), (r"\s+", " "),
+    (r"^[^(\[‹]+", lambda head: _THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), head[0]))]]  # not (1,234)
 _NUMBER = re.compile(r"-?(?:\d+/\d+|\d*\.?\d+)", re.ASCII)
 
 
@@ -1495,17 +1491,14 @@ def _clean(text: str) -> str:
     """Rewrite the many ways to type the same thing to one: LaTeX dressing, unicode signs, thousands separators."""
     if _NUMBER.fullmatch(text):
         return text
-    text = unicodedata.normalize("NFKC", _TYPED.sub(lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0]),
-                                                    _BOLD.sub(r"\1", text)))
     for pattern, ours in _REWRITES:
         if pattern.search(text):
             text = pattern.sub(ours, text)
-    return text
+    return unicodedata.normalize("NFKC", text).lstrip().rstrip(" .,:")
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
 _RELATION = re.compile("([=<>≤≥≠∈])")
-_PLUS_MINUS = [str.maketrans("±∓", signs) for signs in ("+-", "-+")]
 
 
 def _same(a: str, b: str, depth: int = 0) -> bool:
@@ -1516,26 +1509,37 @@ def _same(a: str, b: str, depth: int = 0) -> bool:
         return False
     if _SPACES.sub("", a) == _SPACES.sub("", b):
         return True
-    if "∪" in a or "∪" in b:
-        return _same_list(_split(a, "∪"), _split(b, "∪"), depth, any_order=True)
     if (_RELATION.search(a) or _RELATION.search(b)) and len(_split(a, ",")) == len(_split(b, ",")) == 1:
         return _same_relation(_RELATION.split(a), _RELATION.split(b), depth)
-    (a_open, a_items, a_close), (b_open, b_items, b_close) = _items(a), _items(b)
-    if len(a_items) == len(b_items) == 1 and not a_open and not b_open:
+    (a_brackets, a_items), (b_brackets, b_items) = _items(a), _items(b)
+    if len(a_items) != len(b_items):
+        return False
+    if a_brackets == b_brackets == "" and len(a_items) == 1:
         return _same_scalar(a_items[0], b_items[0])
-    if a_open in ("", "‹") and b_open in ("", "‹"):
-        return _same_list(a_items, b_items, depth, any_order=True)
-    return (not a_open or not b_open or (a_open, a_close) == (b_open, b_close)) and _same_list(a_items, b_items, depth)
+    if depth or len(a_items) > LONGEST_LIST or not {a_brackets, b_brackets} <= {"", "‹›"}:
+        return (a_brackets == b_brackets or "" in (a_brackets, b_brackets)) and all(
+            _same(x, y, depth + 1) for x, y in zip(a_items, b_items))
+    for x in a_items:  # in any order
+        match = next((i for i, y in enumerate(b_items) if _same(x, y, depth + 1)), None)
+        if match is None:
+            return False
+        del b_items[match]
+    return True
 
 
-def _items(text: str) -> tuple[str, list[str], str]:
-    """"(1, 2]" -> ("(", ["1", "2"], "]"). A bare list has no brackets, anything else is a list of one; 1 ± 2 is two."""
-    parts = _split(text, ",")
-    if len(parts) == 1 and text[0] in "([{‹" and text[-1] in ")]}›":
-        inner = _split(text[1:-1], ",")
-        if len(inner) > 1 or text[0] == "‹":
-            return text[0].replace("{", "‹"), inner, text[-1].replace("}", "›")
-    return "", [part.translate(signs) for part in parts for signs in _PLUS_MINUS[:1 + bool({"±", "∓"} & {*part})]], ""
+def _items(text: str) -> tuple[str, list[str]]:
+    """"(1, 2]" -> ("(]", ["1", "2"]). A bare list has no brackets, anything else is a list of one; 1 ± 2 is two."""
+    for brackets, separator in ("", "∪"), ("", ","), (":", ":"):  # 3:30 is a time or a ratio, not a quotient
+        if len(parts := _split(text, separator)) > 1:
+            break
+    else:
+        brackets, inner = text[0] + text[-1], _split(text[1:-1], ",")
+        if brackets in ("()", "(]", "[)", "[]", "{}", "‹›") and (len(inner) > 1 or brackets == "‹›"):
+            parts = inner
+        else:
+            brackets = ""
+    signs = [str.maketrans("±∓", signs) for signs in ("+-", "-+")[:1 + ("±" in text or "∓" in text)]]
+    return brackets.replace("{}", "‹›"), [part.translate(sign) for part in parts for sign in signs]
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -1551,21 +1555,6 @@ def _split(text: str, separator: str) -> list[str]:
     return parts + [text[start:].strip()]
 
 
-def _same_list(a: list[str], b: list[str], depth: int, any_order: bool = False) -> bool:
-    if len(a) != len(b):
-        return False
-    if not any_order or depth > 0:
-        return all(_same(x, y, depth + 1) for x, y in zip(a, b))
-    if len(a) > LONGEST_LIST:
-        return sorted(a) == sorted(b)
-    for x in a:
-        match = next((i for i, y in enumerate(b) if _same(x, y, depth + 1)), None)
-        if match is None:
-            return False
-        b = b[:match] + b[match + 1:]
-    return True
-
-
 def _same_relation(a: list[str], b: list[str], depth: int) -> bool:
     """Two equations or inequalities agree where left − right of one is a constant (for < and >: positive) times the
     other's. One that only names its answer (x = 5, f(2) = 5, x ∈ [1, 2]) agrees with the plain answer.
@@ -1573,25 +1562,26 @@ def _same_relation(a: list[str], b: list[str], depth: int) -> bool:
     if len(a) == 1 or len(b) == 1:
         (name, *_, sign, value), (plain,) = (a, b) if len(b) == 1 else (b, a)
         return sign in "=∈" and bool(re.fullmatch(r"\D*(?:[(_]\d+\)?)?\s*", name)) and _same(value.strip(), plain, depth)
-    a, b = (side[::-1] if side[1] in ">≥" else side for side in (a, b))  # read it from the other end
-    if [sign.translate(_MIRRORED) for sign in a[1::2]] != [sign.translate(_MIRRORED) for sign in b[1::2]]:
+    mirrored = str.maketrans(">≥", "<≤")
+    a, b = ([part.translate(mirrored) for part in side[::-1]] if side[1] in ">≥" else side for side in (a, b))
+    if a[1::2] != b[1::2]:
         return False
     if a[:-1] == b[:-1]:
         return _same(a[-1].strip(), b[-1].strip(), depth)
-    for sign, gaps, other_gaps in zip(a[1::2], _gaps(a[::2]), _gaps(b[::2])):
-        ratios = [gap / other for gap, other in zip(gaps, other_gaps)]
-        if not ratios[0] or not all(_close(ratio, ratios[0]) for ratio in ratios) or (
-                sign not in "=≠" and (isinstance(ratios[0], complex) or ratios[0] < 0)):
+    for i in range(1, len(a), 2):
+        gaps, others = (_values(f"({side[i - 1]})-({side[i + 1]})") for side in (a, b))
+        if not gaps or not others or not gaps[0] or not others[0]:
+            return False
+        constant = all(_close(gap * others[0], other * gaps[0]) for gap, other in zip(gaps, others))
+        if not constant or a[i] in "<≤>≥" and not gaps[0] * others[0] > 0:
             return False
     return True
 
 
-def _gaps(sides: list[str]) -> list[list]:
-    values = [_values(side) or [math.nan] * 3 for side in sides]
-    return [[x - y for x, y in zip(*pair)] for pair in zip(values, values[1:])]
-
-
-_MIRRORED = str.maketrans(">≥", "<≤")
+# 18 apples, 5 cm^2, 60 miles/hour: a word after a number. Short ones only if known, or after a space: 2ab is 2·a·b.
+_UNIT = re.compile(
+    r"(?<=[\d)}\]\s])\s*\(?((?:(?!sqrt|sin|cos|tan|log|exp|pi\b)(?:[A-Za-z]{4}|(?<=\s)[A-Za-z]{3})|"
+    r"(?:[ckm]?m|k?g|ft|in|lbs?|oz|m[lg]|mph|hrs?|min|sec|am|pm|[ap]\.m|L)(?![A-Za-z]))[A-Za-z\s./()^{}23-]*)$")
 
 
 def _same_scalar(a: str, b: str) -> bool:
@@ -1600,17 +1590,10 @@ def _same_scalar(a: str, b: str) -> bool:
     letters = iter(long)  # cm is short for centimeter, but cm2 is not
     if short and (short[0] != long[0] or short.isalpha() != long.isalpha() or not all(x in letters for x in short)):
         return False
-    if ":" in a or ":" in b:  # 3:30 is a time or a ratio, not a quotient
-        return _same_list(a.split(":"), b.split(":"), 1)
     if a.lower() == b.lower() and re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{2}", a):
         return True  # words
     values = _values(a), _values(b)
     return None not in values and all(map(_close, *values))
-
-
-# 18 apples, 5 cm^2, 60 miles/hour: a word after a number. Short ones only if known, or after a space: 2ab is 2·a·b.
-_UNIT = re.compile(r"(?<=[\d)}\]\s])\s*\(?((?:(?!sqrt|sin|cos|tan|log|exp|pi\b)(?:[A-Za-z]{4}|(?<=\s)[A-Za-z]{3})|"
-                   r"(?:[ckm]?m|k?g|ft|in|lbs?|oz|m[lg]|mph|hrs?|min|sec|am|pm|[ap]\.m|L)(?![A-Za-z]))[A-Za-z\s./()^{}23-]*)$")
 
 
 def _split_unit(text: str) -> tuple[str, str]:
@@ -1621,28 +1604,49 @@ def _split_unit(text: str) -> tuple[str, str]:
     return text[:found.start()].strip(), re.sub(r"[\s(){}.^]", "", found[1]).lower().rstrip("s")
 
 
+def _exact(*values) -> bool:
+    return all(isinstance(value, (int, Fraction)) for value in values)
+
+
 def _close(a, b) -> bool:
     """Equal, or apart only by the rounding of floats."""
-    return a == b or not (_exact(a) and _exact(b)) and cmath.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+    return a == b or not _exact(a, b) and cmath.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
 
 
-def _exact(value) -> bool:
-    return isinstance(value, (int, Fraction))
+def _divide(a, b):
+    return Fraction(a, b) if _exact(a, b) else a / b
+
+
+def _power(base, exponent):
+    if _exact(base, exponent):
+        if max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent) > MOST_BITS:
+            raise ValueError
+        base = Fraction(base)
+    return base ** exponent
+
+
+def _whole(value) -> int:
+    if not _exact(value) or value not in range(200):
+        raise ValueError
+    return int(value)
 
 
 _TOKEN = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d{1,2}(?!\d))?|\.\d+|\\?[a-zA-Z]+|\S")
-_BINDS = {"+": 1, "-": 1, "*": 2, "/": 2, "": 2, "^": 3, "!": 4}  # "" stands between 2 and x
+_OPERATORS = {  # how strongly it binds, what it does
+    "+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul), "/": (2, _divide), "^": (3, _power),
+    "!": (4, lambda n: math.factorial(_whole(n)))}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
 _CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf, "infinity": math.inf}
-_FUNCTIONS = {"sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "log": cmath.log10, "exp": cmath.exp,
-              "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan, "sec": lambda x: 1 / cmath.cos(x),
-              "csc": lambda x: 1 / cmath.sin(x), "cot": lambda x: 1 / cmath.tan(x)}
+_FUNCTIONS = {
+    "sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "log": cmath.log10, "exp": cmath.exp,
+    "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan, "sec": lambda x: 1 / cmath.cos(x),
+    "csc": lambda x: 1 / cmath.sin(x), "cot": lambda x: 1 / cmath.tan(x)}
 _WORDS = {*_FUNCTIONS, *_CONSTANTS, "frac", "binom", "sqrt"}
 
 
 @functools.lru_cache(4096)
 def _values(text: str) -> list | None:
-    """The values of a formula at three points, at each of which a letter stands for a fixed number; None if unreadable."""
+    """A formula's values at three points, at each of which a letter stands for a fixed number; None if unreadable."""
     tokens, points = ["."], 1  # a stack: the next token stands last
     for token in reversed(_TOKEN.findall(text)):
         word = token.lstrip("\\")
@@ -1655,92 +1659,66 @@ def _values(text: str) -> list | None:
 
 
 def _evaluate(tokens: list[str], point: int):
-    """An atom and the operators after it, each with as much on its right as binds more strongly than it does.
-    Atoms: numbers, letters, (…), {…}, [….], |…|, ±atom, \\frac atom atom, \\sqrt[…] atom, \\sin^atom atom and the like.
-    """
-    depth = bars = bits = 0
+    """The value of a formula at one point. Raises ValueError where it is none."""
+    depth = 0
 
-    def read(strength):
-        nonlocal bits
+    def read(strength):  # an atom and those operators after it that bind more strongly than this
         value = atom()
         while True:
-            operator = tokens[-1]
-            if operator[-1].isalpha() or operator in _CLOSING and not (bars and operator == "|"):
-                operator = ""  # 2x, 2(x + 1); but 2 3 is not 6
-            if _BINDS.get(operator, 0) <= strength:
+            token = tokens[-1]
+            implicit = token[-1].isalpha() or token in "([{"  # 2x, 2(x + 1); but 2 3 is not 6
+            binds, apply = _OPERATORS.get("*" if implicit else token, (0, None))
+            if binds <= strength:
                 return value
-            if operator:
+            if not implicit:
                 tokens.pop()
-            if operator == "+":
-                value = value + read(1)
-            elif operator == "-":
-                value = value - read(1)
-            elif operator == "/":
-                value = divided(value, read(2))
-            elif operator == "!":
-                value = math.factorial(whole(value))
-            elif operator == "^":
-                exponent = read(2)
-                if _exact(value) and _exact(exponent):
-                    bits += max(value.numerator.bit_length(), value.denominator.bit_length()) * abs(exponent)
-                    value = Fraction(value) if exponent < 0 else value
-                value = value ** exponent if bits < MOST_BITS else refuse()
-            else:
-                value = value * read(2)
+            value = apply(value) if token == "!" else apply(value, read(binds))
+            if _exact(value) and value.numerator.bit_length() + value.denominator.bit_length() > MOST_BITS:
+                raise ValueError
 
-    def atom():
-        nonlocal depth, bars
+    def atom():  # a number, a letter, (…), |…|, -atom, \frac atom atom, \sqrt[…] atom, \sin^atom atom and the like
+        nonlocal depth
         token = tokens.pop()
         if token[0].isdigit() or token[0] == ".":
             return int(token) if token.isdigit() else Fraction(token)
         depth += 1
         if depth > DEEPEST:
-            refuse()
+            raise ValueError
         if token in "+-":
             value = read(2) if token == "+" else -read(2)
         elif token in _CLOSING:
-            bars += token == "|"
             value = read(0)
             if tokens.pop() != _CLOSING[token]:
-                refuse()
-            bars -= token == "|"
+                raise ValueError
             value = abs(value) if token == "|" else value
         elif token == "frac":
-            value = divided(atom(), atom())
+            value = _divide(atom(), atom())
         elif token == "binom":
-            value = math.comb(whole(atom()), whole(atom()))
+            value = math.comb(_whole(atom()), _whole(atom()))
         elif token == "sqrt":
             index = atom() if tokens[-1] == "[" else 2
-            value = atom() ** divided(1, index)
+            value = atom() ** _divide(1, index)
         elif token in _FUNCTIONS:
-            base, exponent = (tokens.pop() and atom() if tokens[-1] == mark else None for mark in "_^")
+            base, exponent = (tokens.pop() and atom() if tokens[-1] == mark else 1 for mark in "_^")
             bracketed = tokens[-1] in _CLOSING
             value = read(2)
             while not bracketed and tokens[-1][-1].isalpha() and tokens[-1] not in _FUNCTIONS:
                 value = value * read(2)  # \cos 2x
-            value = _FUNCTIONS[token](complex(value)) / (1 if base is None else cmath.log10(base))
-            value = value if exponent is None else value ** exponent
+            value = (_FUNCTIONS[token](complex(value)) / (1 if base == 1 else cmath.log10(base))) ** exponent
         elif token in _CONSTANTS:
             value = _CONSTANTS[token]
         elif token[-1].isalpha() and len(token) < 4 or token[0] == "\\":
             name = token + (tokens.pop() + tokens.pop() if tokens[-1] == "_" else "")
             value = Fraction(int.from_bytes(name.encode(), "big") * 7919 % (1009, 1013, 1019)[point] + 1, 97)
         else:
-            refuse()
+            raise ValueError
         depth -= 1
         return value
 
-    def divided(a, b):
-        return Fraction(a, b) if _exact(a) and _exact(b) else a / b
-
-    def whole(value):
-        return int(value) if value in range(200) else refuse()
-
-    def refuse():
-        raise ValueError
-
     value = read(0)
-    return value if tokens == ["."] else refuse()
+    if tokens != ["."]:
+        raise ValueError
+    return value
 
 
 # -------------------------------------------------------------------------------------------------- evaluation
