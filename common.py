@@ -1405,7 +1405,7 @@ _LINE = re.compile(r"^[ \t]*(?:####|(?:\*\*|#+ )?(?:A:|(?i:(?:final )?answer)\**
                    re.M)
 _BRACE = re.compile(r"\\f?box(?:ed)?(?:(?P<box>\s*\{)|[ \t]+(?P<bare>[^\s\\${}]+))|(?P<open>\{)|(?P<close>\})|\\.", re.S)
 _PHRASE = re.compile(r"answer(?: is|:| =)(?: (?:equal to|therefore|thus|simply))?:?\**\s*(?=\S)", re.I)
-_PHRASE_ENDS = re.compile(r"\n|[.!](?:\s|$)|,? (?:because|since|so) ")
+_PHRASE_ENDS = re.compile(r"\n|[.!](?:[\s*]|$)|,? (?:because|since|so) ")
 
 
 def extract_answer(text) -> str | None:
@@ -1481,7 +1481,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [
     (r"(\\(?:frac|binom)\{[^{}]*\})\s*(\w)", r"\1{\2}"), (r"\(([A-Z])\)", r"\1"), (r"(?<!log)_\{(\w+)\}", r"_\1"),
     (r"(?<![\w.^)}])(\d+)\s*(?:\\frac\{(\d+)\}\{(\d+)\}|\s(\d+)/(\d+))", r"(\1+\2\4/\3\5)"),  # 2 1/2
     (r"(\d+)\.(\d*)\\overline\{(\d+)\}", lambda d: f"({d[1]}.{d[2]}0+{d[3]}/(10^{len(d[2])}*(10^{len(d[3])}-1)))"),
-    (r"(?:,\s*)?\b(?:and|or)\b", ","), (r"\s+", " "),
+    (r"(?:,\s*)?\b(?:and|or)\b", ","), (r"(?<=\d)\s*x\s*(?=10\^)", "*"), (r"^\s*\w+\s*∈", ""), (r"\s+", " "),
     (r"^[^(\[‹]+", lambda head: _THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), head[0]))]]  # not (1,234)
 _NUMBER = re.compile(r"-?(?:\d+/\d+|\d*\.?\d+)", re.ASCII)
 
@@ -1498,7 +1498,7 @@ def _clean(text: str) -> str:
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
-_RELATION = re.compile("([=<>≤≥≠∈])")
+_RELATION = re.compile("([=<>≤≥≠])")
 
 
 def _same(a: str, b: str, depth: int = 0) -> bool:
@@ -1557,11 +1557,11 @@ def _split(text: str, separator: str) -> list[str]:
 
 def _same_relation(a: list[str], b: list[str], depth: int) -> bool:
     """Two equations or inequalities agree where left − right of one is a constant (for < and >: positive) times the
-    other's. One that only names its answer (x = 5, f(2) = 5, x ∈ [1, 2]) agrees with the plain answer.
+    other's. One that only names its answer (x = 5, f(2) = 5) agrees with the plain answer.
     """
     if len(a) == 1 or len(b) == 1:
         (name, *_, sign, value), (plain,) = (a, b) if len(b) == 1 else (b, a)
-        return sign in "=∈" and bool(re.fullmatch(r"\D*(?:[(_]\d+\)?)?\s*", name)) and _same(value.strip(), plain, depth)
+        return sign == "=" and bool(re.fullmatch(r"\D*(?:[(_]\d+\)?)?\s*", name)) and _same(value.strip(), plain, depth)
     mirrored = str.maketrans(">≥", "<≤")
     a, b = ([part.translate(mirrored) for part in side[::-1]] if side[1] in ">≥" else side for side in (a, b))
     if a[1::2] != b[1::2]:
@@ -1610,7 +1610,7 @@ def _exact(*values) -> bool:
 
 def _close(a, b) -> bool:
     """Equal, or apart only by the rounding of floats."""
-    return a == b or not _exact(a, b) and cmath.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+    return a == b or not _exact(a, b) and cmath.isclose(a, b, rel_tol=1e-12, abs_tol=1e-13)
 
 
 def _divide(a, b):
