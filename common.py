@@ -1404,8 +1404,8 @@ LONGEST_COMPLETION, LONGEST_ANSWER, LONGEST_LIST, DEEPEST, MOST_BITS = 20_000, 4
 _LINE = re.compile(r"^[ \t]*(?:####|(?:\*\*|#+ )?(?:A:|(?i:(?:final )?answer)\**[ \t]*(?::|\n\s*)))\**[ \t]*(?=\S)(.+)",
                    re.M)
 _BRACE = re.compile(r"\\f?box(?:ed)?(?:(?P<box>\s*\{)|[ \t]+(?P<bare>[^\s\\${}]+))|(?P<open>\{)|(?P<close>\})|\\.", re.S)
-_PHRASE = re.compile(r"answer(?: is|:| =)(?: (?:equal to|therefore|thus|simply))?:?\**\s*(?=\S)", re.I)
-_PHRASE_ENDS = re.compile(r"\n|[.!](?:[\s*]|$)|,? (?:because|since|so) ")
+_PHRASE = re.compile(r"answer(?: is|:| =)(?: (?:equal to|therefore|thus|simply))?:?\**\s*(?=\S)"
+                     r"(.*?)(?=$|[.!](?:[\s*]|$)|,? (?:because|since|so) )", re.I | re.M)
 
 
 def extract_answer(text) -> str | None:
@@ -1417,8 +1417,8 @@ def extract_answer(text) -> str | None:
         if (marked := _last_marked(text)) is None:
             break
         text = answer = marked
-    if phrases := [*_PHRASE.finditer(text)]:  # perhaps "Answer: The final answer is $18$. I hope it is correct."
-        answer = _PHRASE_ENDS.split(text[phrases[-1].end():], maxsplit=1)[0].strip()
+    if phrases := _PHRASE.findall(text):  # perhaps "Answer: The final answer is $18$. I hope it is correct."
+        answer = phrases[-1].strip()
     return answer or None
 
 
@@ -1618,30 +1618,24 @@ def _divide(a, b):
 
 
 def _power(base, exponent):
-    if _exact(base, exponent):
-        if max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent) > MOST_BITS:
-            raise ValueError
-        base = Fraction(base)
-    return base ** exponent
-
-
-def _whole(value) -> int:
-    if not _exact(value) or value not in range(200):
-        raise ValueError
-    return int(value)
+    if not _exact(base, exponent):
+        return base ** exponent
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent)
+    return Fraction(base) ** exponent if bits < MOST_BITS else math.nan
 
 
 _TOKEN = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d{1,2}(?!\d))?|\.\d+|\\?[a-zA-Z]+|\S")
 _OPERATORS = {  # how strongly it binds, what it does
     "+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul), "/": (2, _divide), "^": (3, _power),
-    "!": (4, lambda n: math.factorial(_whole(n)))}
+    "!": (4, lambda n: math.factorial(n) if n < 200 else math.nan)}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
 _CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf, "infinity": math.inf}
+_OF_TWO = {"frac": _divide, "binom": lambda n, k: math.comb(n, k) if n < 200 else math.nan}
 _FUNCTIONS = {
     "sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "log": cmath.log10, "exp": cmath.exp,
     "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan, "sec": lambda x: 1 / cmath.cos(x),
     "csc": lambda x: 1 / cmath.sin(x), "cot": lambda x: 1 / cmath.tan(x)}
-_WORDS = {*_FUNCTIONS, *_CONSTANTS, "frac", "binom", "sqrt"}
+_WORDS = {*_FUNCTIONS, *_CONSTANTS, *_OF_TWO, "sqrt"}
 
 
 @functools.lru_cache(4096)
@@ -1684,17 +1678,15 @@ def _evaluate(tokens: list[str], point: int):
         depth += 1
         if depth > DEEPEST:
             raise ValueError
-        if token in "+-":
+        if token in ("+", "-"):
             value = read(2) if token == "+" else -read(2)
         elif token in _CLOSING:
             value = read(0)
             if tokens.pop() != _CLOSING[token]:
                 raise ValueError
             value = abs(value) if token == "|" else value
-        elif token == "frac":
-            value = _divide(atom(), atom())
-        elif token == "binom":
-            value = math.comb(_whole(atom()), _whole(atom()))
+        elif token in _OF_TWO:
+            value = _OF_TWO[token](atom(), atom())
         elif token == "sqrt":
             index = atom() if tokens[-1] == "[" else 2
             value = atom() ** _divide(1, index)
