@@ -1401,9 +1401,9 @@ def load_reward_function(spec: str):
 
 LONGEST_COMPLETION, LONGEST_ANSWER, LONGEST_LIST, DEEPEST, MOST_BITS = 20_000, 400, 20, 30, 8_000
 
-_LINE = re.compile(r"^[ \t]*(?:####|(?:\*\*|#+ )?(?:A:|(?i:(?:final )?answer)\**[ \t]*(?::|\n\s*)))\**[ \t]*(?=\S)(.+)",
+_LINE = re.compile(r"^[ \t]*(?:####|(?:\*\*|#+ )?(?:A:|(?i:(?:final )?answer)\**[ \t]*(?::|\n\s*)))\**[ \t]*(\S.*)",
                    re.M)
-_BRACE = re.compile(r"\\f?box(?:ed)?(?:(?P<box>\s*\{)|[ \t]+(?P<bare>[^\s\\${}]+))|(?P<open>\{)|(?P<close>\})|\\.", re.S)
+_BRACE = re.compile(r"\\f?box(?:ed)?(?:(?P<box>\s*{)|[ \t]+(?P<bare>[^\s\\${}]+))|(?P<open>{)|(?P<close>})|\\.", re.S)
 _PHRASE = re.compile(r"answer(?: is|:| =)(?: (?:equal to|therefore|thus|simply))?:?\**\s*(?=\S)"
                      r"(.*?)(?=$|[.!](?:[\s*]|$)|,? (?:because|since|so) )", re.I | re.M)
 
@@ -1533,13 +1533,14 @@ def _items(text: str) -> tuple[str, list[str]]:
         if len(parts := _split(text, separator)) > 1:
             break
     else:
-        brackets, inner = text[0] + text[-1], _split(text[1:-1], ",")
-        if brackets in ("()", "(]", "[)", "[]", "{}", "‹›") and (len(inner) > 1 or brackets == "‹›"):
+        inner, brackets = _split(text[1:-1], ","), text[0].replace("{", "‹") + text[-1].replace("}", "›")
+        if len(inner) > 1 and brackets in ("()", "(]", "[)", "[]") or brackets == "‹›":
             parts = inner
         else:
             brackets = ""
-    signs = [str.maketrans("±∓", signs) for signs in ("+-", "-+")[:1 + ("±" in text or "∓" in text)]]
-    return brackets.replace("{}", "‹›"), [part.translate(sign) for part in parts for sign in signs]
+    if "±" in text or "∓" in text:
+        parts = [part.translate(str.maketrans("±∓", signs)) for part in parts for signs in ("+-", "-+")]
+    return brackets, parts
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -1590,10 +1591,9 @@ def _same_scalar(a: str, b: str) -> bool:
     letters = iter(long)  # cm is short for centimeter, but cm2 is not
     if short and (short[0] != long[0] or short.isalpha() != long.isalpha() or not all(x in letters for x in short)):
         return False
-    if a.lower() == b.lower() and re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{2}", a):
-        return True  # words
+    words = re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{2}", a)
     values = _values(a), _values(b)
-    return None not in values and all(map(_close, *values))
+    return bool(words) and a.lower() == b.lower() or None not in values and all(map(_close, *values))
 
 
 def _split_unit(text: str) -> tuple[str, str]:
@@ -1641,20 +1641,12 @@ _WORDS = {*_FUNCTIONS, *_CONSTANTS, *_OF_TWO, "sqrt"}
 @functools.lru_cache(4096)
 def _values(text: str) -> list | None:
     """A formula's values at three points, at each of which a letter stands for a fixed number; None if unreadable."""
-    tokens, points = ["."], 1  # a stack: the next token stands last
-    for token in reversed(_TOKEN.findall(text)):
+    words, points = [], 1
+    for token in _TOKEN.findall(text):
         word = token.lstrip("\\")
         points = 3 if word.isalpha() and word not in _WORDS else points
-        tokens += [word] if word in _WORDS else reversed(token) if len(token) < 4 and token.isalpha() else [token]
-    try:
-        return [_evaluate(tokens.copy(), point) for point in range(points)] * (3 // points)
-    except (ValueError, TypeError, ArithmeticError, RecursionError):
-        return None
-
-
-def _evaluate(tokens: list[str], point: int):
-    """The value of a formula at one point. Raises ValueError where it is none."""
-    depth = 0
+        words += [word] if word in _WORDS else token if len(token) < 4 and token.isalpha() else [token]  # xy is x·y
+    tokens, depth, point = [], 0, 0  # a stack: the next token stands last
 
     def read(strength):  # an atom and those operators after it that bind more strongly than this
         value = atom()
@@ -1707,10 +1699,16 @@ def _evaluate(tokens: list[str], point: int):
         depth -= 1
         return value
 
-    value = read(0)
-    if tokens != ["."]:
-        raise ValueError
-    return value
+    try:
+        values = []
+        for point in range(points):
+            tokens, depth = [".", *reversed(words)], 0
+            values.append(read(0))
+            if tokens != ["."]:
+                return None
+        return values * (3 // points)
+    except (ValueError, TypeError, ArithmeticError, RecursionError):
+        return None
 
 
 # -------------------------------------------------------------------------------------------------- evaluation
