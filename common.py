@@ -1458,7 +1458,7 @@ def is_equivalent(prediction, answer) -> bool:
         return a.strip() == b.strip() != ""
     try:
         return _same(_clean(a), _clean(b))
-    except (ValueError, TypeError, ArithmeticError, RecursionError):
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
         return False
 
 
@@ -1536,6 +1536,8 @@ def _items(text: str) -> tuple[str, list[str]]:
         inner, brackets = _split(text[1:-1], ","), text[0].replace("{", "‹") + text[-1].replace("}", "›")
         if len(inner) > 1 and brackets in ("()", "(]", "[)", "[]") or brackets == "‹›":
             parts = inner
+        elif brackets == "[]" and text[1] == "[":  # a matrix of one row
+            return _items(inner[0])
         else:
             brackets = ""
     if "±" in text or "∓" in text:
@@ -1707,7 +1709,7 @@ def _values(text: str) -> list | None:
             if tokens != ["."]:
                 return None
         return values * (3 // points)
-    except (ValueError, TypeError, ArithmeticError, RecursionError):
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
         return None
 
 
