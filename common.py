@@ -31,6 +31,7 @@ import inspect
 import itertools
 import json
 import math
+import operator
 import os
 import random
 import re
@@ -1437,12 +1438,15 @@ def load_reward_function(spec: str):
 # --------------------------------------------------------------------------------------------------- verifiers
 #
 # Model text is data: it is read by a small recursive-descent evaluator, never run. Everything is bounded (length,
-# nesting, powers, list lengths), so that no text takes long, and nothing raises.
+# nesting, size of numbers, length of lists), so that no text takes long, and nothing raises.
 
-LONGEST_COMPLETION, LONGEST_ANSWER, DEEPEST, LONGEST_LIST = 20_000, 400, 30, 12
-_ANSWER_LINE = re.compile(r"^[ \t]*(?:\*\*)?(?:####[ \t]*|# Answer[ \t]*\n+|(?:Final )?Answer[ \t]*:(?:\*\*)?[ \t]*|A:[ \t]*)"
-                          r"(?=\S)([^\n]+)", re.M | re.I)
-_ANSWER_PHRASE = re.compile(r"\banswer (?:is|=)(?: (?:equal to|therefore|thus|simply))?:?[ \t]*(?=\S)([^\n]+)", re.I)
+LONGEST_COMPLETION, LONGEST_ANSWER, LONGEST_LIST, DEEPEST, MOST_BITS = 20_000, 400, 20, 30, 8_000
+
+_LINE = re.compile(r"^[ \t]*(?:####|(?:\*\*|#+ )?(?:A:|(?i:(?:final )?answer)\**[ \t]*(?::|\n\s*)))\**[ \t]*(\S.*)",
+                   re.M)
+_BRACE = re.compile(r"\\f?box(?:ed)?(?:(?P<box>\s*{)|[ \t]+(?P<bare>[^\s\\${}]+))|(?P<open>{)|(?P<close>})|\\.", re.S)
+_PHRASE = re.compile(r"answer(?: is|:| =)(?: (?:equal to|therefore|thus|simply))?:?\**\s*(?=\S)"
+                     r"(.*?)(?=$|[.!](?:[\s*]|$)|,? (?:because|since|so) )", re.I | re.M)
 
 
 def extract_answer(text) -> str | None:
@@ -1451,31 +1455,35 @@ def extract_answer(text) -> str | None:
     """
     text, answer = str(text)[-LONGEST_COMPLETION:], None
     for _ in range(3):  # <answer>\boxed{18}</answer> has one inside the other
-        inner = _last_marked(text)
-        if inner is None:
+        if (marked := _last_marked(text)) is None:
             break
-        text = answer = inner
-    if answer is None and (phrases := _ANSWER_PHRASE.findall(text)):
-        answer = re.split(r"\.(?:\s|$)|,? (?:because|since|so) ", phrases[-1])[0].strip()
+        text = answer = marked
+    if phrases := _PHRASE.findall(text):  # perhaps "Answer: The final answer is $18$. I hope it is correct."
+        answer = phrases[-1].strip()
     return answer or None
 
 
 def _last_marked(text: str) -> str | None:
-    found = []  # (where it ends, answer)
+    found = [(line.end(), line[1]) for line in _LINE.finditer(text)]  # (where it ends, answer)
     if (end := text.rfind("</answer>")) >= 0 and (start := text.rfind("<answer>", 0, end)) >= 0:
         found.append((end, text[start + len("<answer>"):end]))
-    opened = []  # of each open brace, where the content of a box begins (None for other braces)
-    for brace in re.finditer(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]", text):
-        if brace[0] in ("\\{", "\\}"):
-            continue  # a set's
-        if brace[0] != "}":
-            opened.append(brace.end() if len(brace[0]) > 1 else None)
-        elif opened and (start := opened.pop()) is not None:
+    opened = []  # of each open brace, where the content of its box begins; None where it is no box's
+    for brace in _BRACE.finditer(text, first.start()) if (first := re.search(r"\\f?box", text)) else ():
+        kind = brace.lastgroup
+        if kind in ("box", "open"):
+            opened.append(brace.end() if kind == "box" else None)
+        elif kind == "close" and opened and (start := opened.pop()):
             found.append((brace.start(), text[start:brace.start()]))
-    if not found:
-        found = [(box.end(), box[1]) for box in re.finditer(r"\\(?:boxed|fbox)[ \t]+([^\s${}]+)", text)]
-    found += [(line.end(), line[1]) for line in _ANSWER_LINE.finditer(text)]
+        elif kind == "bare":
+            found.append((brace.end(), brace["bare"]))
     return max(found)[1].strip() if found else None
+
+
+def format_reward(text) -> float:
+    """1 where the completion is one <think>…</think> and then one <answer>…</answer> and nothing else, else 0."""
+    text = str(text).strip()
+    once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    return float(once and bool(re.fullmatch(r"<think>.*</think>\s*<answer>.*</answer>", text, re.S)))
 
 
 def is_equivalent(prediction, answer) -> bool:
@@ -1485,358 +1493,265 @@ def is_equivalent(prediction, answer) -> bool:
     """
     if prediction is None or answer is None:
         return False
-    prediction, answer = (extract_answer(side) or str(side) if re.search(r"<answer>|\\boxed|\\fbox|####", str(side)[-LONGEST_COMPLETION:])
-                          else str(side) for side in (prediction, answer))
-    if max(len(prediction), len(answer)) > LONGEST_ANSWER:
-        return prediction.split() == answer.split() and bool(prediction.split())
+    a, b = (extract_answer(side) or side if re.search(r"<answer>|\\f?box|####", side[-LONGEST_COMPLETION:]) else side
+            for side in (str(prediction), str(answer)))
+    if max(len(a), len(b)) > LONGEST_ANSWER:
+        return a.strip() == b.strip() != ""
     try:
-        return _same(_clean(prediction), _clean(answer))
-    except (ValueError, ArithmeticError, RecursionError):  # ValueError: not readable as what it looked like
+        return _same(_clean(a), _clean(b))
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
         return False
 
 
-def format_reward(text) -> float:
-    """1 where the completion is one <think>…</think> and then one <answer>…</answer> and nothing else, else 0."""
-    text = str(text).strip()
-    tags = ["<think>", "</think>", "<answer>", "</answer>"]
-    if any(text.count(tag) != 1 for tag in tags):
-        return 0.0
-    places = [text.find(tag) for tag in tags]
-    between = text[places[1] + len("</think>"):places[2]]
-    return float(places == sorted(places) and places[0] == 0 and text.endswith("</answer>") and not between.strip())
+_SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currency, percent and degrees are left out
+    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \! \( \) \[ \] \$ $ € £ \% % °",
+    " ": r"\, \: \; \quad \qquad ~ \ ", ",": ";", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄", "^": "**",
+    "=": r"\approx ≈", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
+    "≠": r"\ne \neq !=", "∪": r"\cup", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
+    ":": r"\colon", "|": r"\vert \lvert \rvert \mid", "^2": "²", "^3": "³", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
+    " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼", " 3/4": "¾", "\\frac": r"\dfrac \tfrac \cfrac",
+    "\\binom": r"\dbinom \tbinom", "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \mbox \operatorname"}
+_SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, ])\d{3})(?:\1\d{3})*(?![\d,/])")
+_REWRITES = [(re.compile(pattern), ours) for pattern, ours in [
+    (r"(?<!\S)\*\*(\S[^*]*)\*\*", r"\1"),  # bold
+    (r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|[<>!]=|[$%~;]|[^\x00-\x7f]", lambda way: _SPELLINGS.get(way[0].strip(), way[0])),
+    (r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?", ""), (r"\\text\s*\{\{?([^{}]*)\}?\}", r" \1 "), (r"\s*\{\s*,\s*\}\s*", ","),
+    (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["), (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),  # matrices
+    (r"\\\\", "],["), (r"&", ","), (r"\\(frac|binom|sqrt|log_)\s*(\w)", r"\\\1{\2}"),  # \frac12
+    (r"(\\(?:frac|binom)\{[^{}]*\})\s*(\w)", r"\1{\2}"), (r"\(([A-Z])\)", r"\1"), (r"(?<!log)_\{(\w+)\}", r"_\1"),
+    (r"(?<![\w.^)}])(\d+)\s*(?:\\frac\{(\d+)\}\{(\d+)\}|\s(\d+)/(\d+))", r"(\1+\2\4/\3\5)"),  # 2 1/2
+    (r"(\d+)\.(\d*)\\overline\{(\d+)\}", lambda d: f"({d[1]}.{d[2]}0+{d[3]}/(10^{len(d[2])}*(10^{len(d[3])}-1)))"),
+    (r"(?:,\s*)?\b(?:and|or)\b", ","), (r"(?<=\d)\s*x\s*(?=10\^)", "*"), (r"^\s*\w+\s*∈", ""), (r"\s+", " "),
+    (r"^[^(\[‹]+", lambda head: _THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), head[0]))]]  # not (1,234)
+_NUMBER = re.compile(r"-?(?:\d+/\d+|\d*\.?\d+)", re.ASCII)
 
 
-_REPLACED = [  # in this order
-    (r"^\*+|\*+$", ""), (r"(?<=\d)(?:\\,|\{,\}|\\ )(?=\d{3})", ""),
-    (r"\\\$|\$|€|£|\\euro|\\pounds|\\\(|\\\)|\\\[|\\\]|\\displaystyle|\\!|\\(?:big|Big|bigg|Bigg)[lr]?(?![a-z])", ""),
-    (r"\\left(?![a-z])|\\right(?![a-z])", ""), (r"(?<!\\)\\[,;: ]|~|\\quad|\\qquad|\u00a0", " "),
-    (r"\\[dtc]frac", r"\\frac"), (r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|°|\\degree", " degrees"), (r"\\%|%", " percent"),
-    (r"[−–—]", "-"), (r"\\times|\\cdot|[×⋅·]", "*"), (r"\*\*", "^"), (r"\\div|[÷⁄]", "/"), (r"π", r"\\pi "), (r"∞", r"\\infty "),
-    (r"√", r"\\sqrt"), (r"\\leq?(?![a-z])|≤|<=", "≤"), (r"\\geq?(?![a-z])|≥|>=", "≥"), (r"\\lt(?![a-z])", "<"), (r"\\gt(?![a-z])", ">"),
-    (r"\\neq?(?![a-z])|≠", "≠"), (r"\\cup(?![a-z])|∪", "∪"), (r"\\pm(?![a-z])|±", "±"), (r"\\in(?![a-z])|∈", "∈"), (r"²", "^2"), (r"³", "^3"),
-    (r"\\lbrace|\\\{", "‹"), (r"\\rbrace|\\\}", "›"), (r"\\[lr]?vert(?![a-z])", "|"),
-    (r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname|rm|bf)\s*\{([^{}]*)\}", r" \1 ")]
-_REPLACED = [(re.compile(pattern), by) for pattern, by in _REPLACED]
-_PLAIN = re.compile(r"[\w\s.,+/()-]*", re.ASCII)
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
-_UNIT = re.compile(r"^(.*?[\d)}])\s*((?:\(?[A-Za-z]{2}[A-Za-z]*\.?|[a-z])\)?(?:\s*(?:\^\s*\{?\d\}?|/|per|of|[A-Za-z().]+))*)$")
-
-
+@functools.lru_cache(4096)
 def _clean(text: str) -> str:
     """Rewrite the many ways to type the same thing to one: LaTeX dressing, unicode signs, thousands separators."""
-    if not _PLAIN.fullmatch(text):
-        text = re.sub(r"(\d)([½⅓⅔¼¾])", r"\1 \2", text.strip())
-        for pattern, by in _REPLACED:
-            text = pattern.sub(by, text)
-        text = unicodedata.normalize("NFKC", text).replace("⁄", "/")
-    text = text.strip()
-    while text and text[-1] in ".,;:!" and not re.search(r"\d!$", text):
-        text = text[:-1].strip()
-    if not re.search(r"[(\[‹]", text):
-        text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
-    return re.sub(r"\s+", " ", re.sub(r"\s(?:and|or)\s", " , ", text)).strip()
+    if _NUMBER.fullmatch(text):
+        return text
+    for pattern, ours in _REWRITES:
+        if pattern.search(text):
+            text = pattern.sub(ours, text)
+    return unicodedata.normalize("NFKC", text).lstrip().rstrip(" .,:")
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
+_RELATION = re.compile("([=<>≤≥≠])")
+
+
+def _same(a: str, b: str, depth: int = 0) -> bool:
+    """Compare two cleaned answers by their outermost structure."""
+    if _NUMBER.fullmatch(a) and _NUMBER.fullmatch(b):
+        return Fraction(a) == Fraction(b)
+    if not a or not b or depth > 4:
+        return False
+    if _SPACES.sub("", a) == _SPACES.sub("", b):
+        return True
+    if (_RELATION.search(a) or _RELATION.search(b)) and len(_split(a, ",")) == len(_split(b, ",")) == 1:
+        return _same_relation(_RELATION.split(a), _RELATION.split(b), depth)
+    (a_brackets, a_items), (b_brackets, b_items) = _items(a), _items(b)
+    if len(a_items) != len(b_items):
+        return False
+    if a_brackets == b_brackets == "" and len(a_items) == 1:
+        return _same_scalar(a_items[0], b_items[0])
+    if depth or len(a_items) > LONGEST_LIST or not {a_brackets, b_brackets} <= {"", "‹›"}:
+        return (a_brackets == b_brackets or "" in (a_brackets, b_brackets)) and all(
+            _same(x, y, depth + 1) for x, y in zip(a_items, b_items))
+    for x in a_items:  # in any order
+        match = next((i for i, y in enumerate(b_items) if _same(x, y, depth + 1)), None)
+        if match is None:
+            return False
+        del b_items[match]
+    return True
+
+
+def _items(text: str) -> tuple[str, list[str]]:
+    """"(1, 2]" -> ("(]", ["1", "2"]). A bare list has no brackets, anything else is a list of one; 1 ± 2 is two."""
+    for brackets, separator in ("", "∪"), ("", ","), (":", ":"):  # 3:30 is a time or a ratio, not a quotient
+        if len(parts := _split(text, separator)) > 1:
+            break
+    else:
+        inner, brackets = _split(text[1:-1], ","), text[0].replace("{", "‹") + text[-1].replace("}", "›")
+        if len(inner) > 1 and brackets in ("()", "(]", "[)", "[]") or brackets == "‹›":
+            parts = inner
+        elif brackets == "[]" and text[1] == "[":  # a matrix of one row
+            return _items(inner[0])
+        else:
+            brackets = ""
+    if "±" in text or "∓" in text:
+        parts = [part.translate(str.maketrans("±∓", signs)) for part in parts for signs in ("+-", "-+")]
+    return brackets, parts
 
 
 def _split(text: str, separator: str) -> list[str]:
     """Split where `separator` stands outside of all brackets."""
     parts, depth, start = [], 0, 0
-    for i, character in enumerate(text):
-        depth += (character in "([{‹") - (character in ")]}›")
+    for i, character in enumerate(text if separator in text else ""):
         if character == separator and depth == 0:
             parts.append(text[start:i].strip())
             start = i + 1
+        depth += (character in "([{‹") - (character in ")]}›")
+        if depth < 0:  # 1,2)∪(3,4 is no list
+            return [text]
     return parts + [text[start:].strip()]
 
 
-def _same(a: str, b: str, depth: int = 0) -> bool:
-    """Compare two cleaned answers by their outermost structure."""
-    if not a or not b or depth > 4:
+def _same_relation(a: list[str], b: list[str], depth: int) -> bool:
+    """Two equations or inequalities agree where left − right of one is a constant (for < and >: positive) times the
+    other's. One that only names its answer (x = 5, f(2) = 5) agrees with the plain answer.
+    """
+    if len(a) == 1 or len(b) == 1:
+        (name, *_, sign, value), (plain,) = (a, b) if len(b) == 1 else (b, a)
+        return sign == "=" and bool(re.fullmatch(r"\D*(?:[(_]\d+\)?)?\s*", name)) and _same(value.strip(), plain, depth)
+    mirrored = str.maketrans(">≥", "<≤")
+    a, b = ([part.translate(mirrored) for part in side[::-1]] if side[1] in ">≥" else side for side in (a, b))
+    if a[1::2] != b[1::2]:
         return False
-    if _SPACES.sub("", a) == _SPACES.sub("", b):
-        return True
-    if "≠" in a + b or any(_split(x, "∪")[1:] for x in (a, b)):
-        return _same_in_any_order(_split(a, "∪"), _split(b, "∪"), depth) if "≠" not in a + b else False
-    a, b = _drop_name(a, b), _drop_name(b, a)
-    if any(re.search("[=<>≤≥]", x) for x in (a, b)):
-        return _same_relation(a, b)
-    if "begin{" in a + b:
-        rows, other_rows = _matrix(a), _matrix(b)
-        return [len(r) for r in rows] == [len(r) for r in other_rows] and all(
-            _same(x, y, depth + 1) for r, o in zip(rows, other_rows) for x, y in zip(r, o))
-    if any("±" in x for x in (a, b)):
-        return _same_in_any_order(_both_signs(a), _both_signs(b), depth)
-    (a_open, a_items, a_close), (b_open, b_items, b_close) = _items(a), _items(b)
-    if len(a_items) != len(b_items):
-        return False
-    if len(a_items) > 1 or "‹" in (a_open, b_open):
-        if {a_open, b_open} <= {"", "‹"}:
-            return _same_in_any_order(a_items, b_items, depth)
-        if "" not in (a_open, b_open) and (a_open, a_close) != (b_open, b_close):
+    if a[:-1] == b[:-1]:
+        return _same(a[-1].strip(), b[-1].strip(), depth)
+    for i in range(1, len(a), 2):
+        gaps, others = (_values(f"({side[i - 1]})-({side[i + 1]})") for side in (a, b))
+        if not gaps or not others or not gaps[0] or not others[0]:
             return False
-        return all(_same(x, y, depth + 1) for x, y in zip(a_items, b_items))
-    return _same_scalar(a, b)
-
-
-def _items(text: str) -> tuple[str, list[str], str]:
-    """"(1, 2]" -> ("(", ["1", "2"], "]"); a bare list has no brackets, anything else is a list of one."""
-    if len(text) > 1 and text[0] in "([‹" and text[-1] in ")]›" and len(_split(text, ",")) == 1:
-        inner = _split(text[1:-1], ",")
-        balanced = _split(text[:-1] + " ", ",") and text[1:-1].count("(") == text[1:-1].count(")")
-        if balanced and (len(inner) > 1 or text[0] == "‹"):
-            return text[0], inner, text[-1]
-    return "", _split(text, ","), ""
-
-
-def _same_in_any_order(a: list[str], b: list[str], depth: int) -> bool:
-    if len(a) != len(b):
-        return False
-    if len(a) > LONGEST_LIST:
-        return sorted(x.replace(" ", "") for x in a) == sorted(x.replace(" ", "") for x in b)
-    rest = list(b)
-    for x in a:
-        match = next((y for y in rest if _same(x, y, depth + 1)), None)
-        if match is None:
-            return False
-        rest.remove(match)
-    return True
-
-
-def _drop_name(a: str, b: str) -> str:
-    """"x = 5", "f(x) = 5" and "x ∈ [5]" -> "5", unless the other side has a relation too."""
-    if re.search("[=<>≤≥∈]", b):
-        return a
-    named = re.match(r"^[A-Za-z](?:_\{?\w+\}?)?\s*(?:\([a-z]\))?\s*[=∈]\s*([^=<>≤≥]+)$", a)
-    return named[1].strip() if named else a
-
-
-def _both_signs(text: str) -> list[str]:
-    return [text.replace("±", "+"), text.replace("±", "-")] if "±" in text else _split(text, ",")
-
-
-def _matrix(text: str) -> list[list[str]]:
-    body = re.fullmatch(r"\\begin\{[a-zA-Z]*\}(?:\{[a-z|]*\})?(.*)\\end\{[a-zA-Z]*\}", text)
-    if not body:
-        raise ValueError
-    return [[cell.strip() for cell in row.split("&")] for row in re.split(r"\\\\", body[1].strip().removesuffix("\\\\"))]
-
-
-def _same_relation(a: str, b: str) -> bool:
-    """Equations and inequalities agree where left − right of one is a constant (for < and >: positive) times the other's."""
-    def parts(text):
-        found = re.split("([=<>≤≥])", text)
-        sides, signs = found[::2], found[1::2]
-        if signs and signs[0] in ">≥":  # read it from the other end
-            sides, signs = sides[::-1], [{">": "<", "≥": "≤"}.get(sign, sign) for sign in signs[::-1]]
-        return sides, signs
-    (sides, signs), (other_sides, other_signs) = parts(a), parts(b)
-    if signs != other_signs or not signs:
-        return False
-    for left, right, other_left, other_right, sign in zip(sides, sides[1:], other_sides, other_sides[1:], signs):
-        ratios = []
-        for point in range(3):
-            one = _value(left, point) - _value(right, point)
-            other = _value(other_left, point) - _value(other_right, point)
-            if not other:
-                return False
-            ratios.append(one / other)
-        if not all(_close(ratio, ratios[0]) for ratio in ratios) or not ratios[0] or (
-                sign != "=" and (isinstance(ratios[0], complex) or ratios[0] < 0)):
+        constant = all(_close(gap * others[0], other * gaps[0]) for gap, other in zip(gaps, others))
+        if not constant or a[i] in "<≤>≥" and not gaps[0] * others[0] > 0:
             return False
     return True
+
+
+# 18 apples, 5 cm^2, 60 miles/hour: a word after a number. Short ones only if known, or after a space: 2ab is 2·a·b.
+_UNIT = re.compile(
+    r"(?<=[\d)}\]\s])\s*\(?((?:(?!sqrt|sin|cos|tan|log|exp|pi\b)(?:[A-Za-z]{4}|(?<=\s)[A-Za-z]{3})|"
+    r"(?:[ckm]?m|k?g|ft|in|lbs?|oz|m[lg]|mph|hrs?|min|sec|am|pm|[ap]\.m|L)(?![A-Za-z]))[A-Za-z\s./()^{}23-]*)$")
 
 
 def _same_scalar(a: str, b: str) -> bool:
     (a, a_unit), (b, b_unit) = _split_unit(a), _split_unit(b)
-    if a_unit and b_unit and a_unit != b_unit:
+    short, long = sorted((a_unit, b_unit), key=len)
+    letters = iter(long)  # cm is short for centimeter, but cm2 is not
+    if short and (short[0] != long[0] or short.isalpha() != long.isalpha() or not all(x in letters for x in short)):
         return False
-    letters = [re.sub(r"[^a-z0-9]", "", x.lower()) for x in (a, b)]
-    if letters[0] == letters[1] and re.fullmatch(r"[\s()a-zA-Z.,'\"-]*[a-zA-Z]{2}[\s()a-zA-Z.,'\"-]*", a):
-        return True  # words
-    if choice := re.fullmatch(r"\(?([A-Z])\)?", a):
-        other = re.fullmatch(r"\(?([A-Z])\)?", b)
-        return bool(other) and choice[1] == other[1]
-    points = 3 if re.search("[a-zA-Z]", a + b) else 1
-    try:
-        return all(_close(_value(a, point), _value(b, point)) for point in range(points))
-    except ValueError:
-        plain = [re.sub(r"[{}\\]", "", _SPACES.sub("", x)).lower() for x in (a, b)]
-        return plain[0] == plain[1]
+    words = re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{2}", a)
+    values = _values(a), _values(b)
+    return bool(words) and a.lower() == b.lower() or None not in values and all(map(_close, *values))
 
 
 def _split_unit(text: str) -> tuple[str, str]:
-    """"18 apples" -> ("18", "apple"). A lone letter is a variable, unless a space parts it from a number."""
-    found = _UNIT.match(text)
-    if not found or re.search(r"\\[a-z]+$", found[1]) or not re.search(r"[A-Za-z]{2}| [a-z]$", text[len(found[1]):]) \
-            or re.match(r"(?:sin|cos|tan|log|ln|exp|pi|sqrt)\b", found[2]):
+    """"18 apples" -> ("18", "apple")."""
+    found = _UNIT.search(text)
+    if not found or not re.search(r"\d|\\pi", text[:found.start()]):
         return text, ""
-    unit = re.sub(r"[\s(){}.]", "", found[2]).lower()
-    return found[1], unit[:-1] if unit.endswith("s") and len(unit) > 2 else unit
+    return text[:found.start()].strip(), re.sub(r"[\s(){}.^]", "", found[1]).lower().rstrip("s")
+
+
+def _exact(*values) -> bool:
+    return all(isinstance(value, (int, Fraction)) for value in values)
 
 
 def _close(a, b) -> bool:
-    if isinstance(a, Fraction) and isinstance(b, Fraction):
-        return a == b
-    a, b = complex(a), complex(b)
-    return a == b or abs(a - b) <= 1e-9 * max(abs(a), abs(b)) or max(abs(a), abs(b)) < 1e-12
-
-
-_TOKEN = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3}(?![\d.]))?|\.\d+|\\[a-zA-Z]+|[a-zA-Z]+|\S")
-_FUNCTIONS = {"sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "log": cmath.log10, "exp": cmath.exp,
-              "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan, "sec": lambda x: 1 / cmath.cos(x),
-              "csc": lambda x: 1 / cmath.sin(x), "cot": lambda x: 1 / cmath.tan(x), "abs": abs}
-_CONSTANTS = {"\\pi": math.pi, "pi": math.pi, "e": math.e, "i": 1j, "\\infty": math.inf, "infty": math.inf, "infinity": math.inf}
-
-
-def _value(text: str, point: int):
-    """The value of a formula, each letter standing for a fixed number at each of three points. Raises ValueError."""
-    text = re.sub(r"^(-?)\s*(\d+) (\d+)/(\d+)$", r"\1(\2+\3/\4)", text)  # 2 1/2
-    text = re.sub(r"(?<![\d.^_{])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"(\1+\2/\3)", text)
-    text = re.sub(r"(?<![\d.^_{])(\d+)\s*\\frac\s*(\d)(\d)(?!\d)", r"(\1+\2/\3)", text)
-    tokens = []
-    for token in _TOKEN.findall(text):
-        word = token.lstrip("\\")
-        if re.fullmatch(r"[a-zA-Z]{2,}", token) and word not in _FUNCTIONS and word not in _CONSTANTS and word != "sqrt":
-            if len(token) > 3:
-                raise ValueError  # a word
-            tokens += token  # xy is x·y
-        else:
-            tokens.append(token)
-    parser = _Evaluator(tokens, point)
-    value = parser.sum(0)
-    if parser.place != len(tokens):
-        raise ValueError
-    return value
-
-
-class _Evaluator:
-    """sum := product ± product …;  product := power · power …;  power := atom ^ power;  atom := number, letter, (sum) …"""
-
-    def __init__(self, tokens: list[str], point: int):
-        self.tokens, self.point, self.place = tokens, point, 0
-
-    def peek(self) -> str:
-        return self.tokens[self.place] if self.place < len(self.tokens) else ""
-
-    def take(self, expected: str = "") -> str:
-        token = self.peek()
-        if not token or expected and token != expected:
-            raise ValueError
-        self.place += 1
-        return token
-
-    def sum(self, depth):
-        if depth > DEEPEST:
-            raise ValueError
-        value = self.product(depth)
-        while self.peek() in ("+", "-"):
-            value = value + self.product(depth) if self.take() == "+" else value - self.product(depth)
-        return value
-
-    def product(self, depth):
-        sign = 1
-        while self.peek() in ("+", "-"):
-            sign = -sign if self.take() == "-" else sign
-        value, after_number = self.power(depth), self.tokens[self.place - 1][-1:].isdigit()
-        while token := self.peek():
-            if token in ("*", "/"):
-                self.take()
-                negative = self.peek() == "-" and self.take()
-                other = self.power(depth)
-                other = -other if negative else other
-                value = _divide(value, other) if token == "/" else value * other
-            elif token[0].isdigit() and after_number or token in "+-)]}!^|,‹›" or not re.match(r"[\w\\({\[.]", token):
-                break
-            else:
-                value = value * self.power(depth)
-            after_number = self.tokens[self.place - 1][-1:].isdigit()
-        return sign * value
-
-    def power(self, depth):
-        value = self.atom(depth)
-        while self.peek() == "!":
-            self.take()
-            if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= 100:
-                raise ValueError
-            value = Fraction(math.factorial(int(value)))
-        if self.peek() == "^":
-            self.take()
-            sign = -1 if self.peek() == "-" and self.take() else 1
-            value = _raise(value, sign * (self.power(depth + 1) if depth < DEEPEST else self.take("")))
-        return value
-
-    def group(self, depth):
-        """The argument of \\frac or \\sqrt: {…}, or the next digit, letter or command."""
-        token = self.peek()
-        if token == "{":
-            return self.atom(depth)
-        if token[:1].isdigit():
-            self.tokens[self.place:self.place + 1] = [token[0], token[1:]] if len(token) > 1 else [token]
-            return Fraction(self.take())
-        return self.atom(depth)
-
-    def atom(self, depth):
-        token = self.take()
-        word = token.lstrip("\\")
-        if token[0].isdigit() or token[0] == "." and len(token) > 1:
-            return Fraction(token.rstrip("."))
-        if token in ("(", "{", "[", "|"):
-            value = self.sum(depth + 1)
-            self.take({"(": ")", "{": "}", "[": "]", "|": "|"}[token])
-            return abs(value) if token == "|" else value
-        if word in ("frac", "binom", "dbinom", "tbinom"):
-            top, bottom = self.group(depth + 1), self.group(depth + 1)
-            return _divide(top, bottom) if word == "frac" else _choose(top, bottom)
-        if word == "sqrt":
-            index = Fraction(2)
-            if self.peek() == "[":
-                index = self.atom(depth + 1)
-            return _raise(self.group(depth + 1), _divide(Fraction(1), index))
-        if word in _FUNCTIONS:
-            base = exponent = None
-            while self.peek() in ("_", "^"):
-                if self.take() == "_":
-                    base = self.group(depth + 1)
-                else:
-                    exponent = self.group(depth + 1)
-            argument = self.power(depth + 1) if depth < DEEPEST else self.take("")
-            value = abs(argument) if word == "abs" else _FUNCTIONS[word](complex(argument))
-            value = value / cmath.log10(complex(base)) if base is not None and word == "log" else value
-            return _raise(value, exponent) if exponent is not None else value
-        if token in _CONSTANTS:
-            return _CONSTANTS[token]
-        if re.fullmatch(r"[a-zA-Z]|\\[a-zA-Z]+", token):  # a letter, or a greek one
-            seed = sum(ord(c) * 31 ** i for i, c in enumerate(word)) + 1009 * self.point
-            return Fraction(seed * 7919 % 1013 + 11, 97 + seed % 89)
-        raise ValueError
+    """Equal, or apart only by the rounding of floats."""
+    return a == b or not _exact(a, b) and cmath.isclose(a, b, rel_tol=1e-12, abs_tol=1e-13)
 
 
 def _divide(a, b):
-    return a / b  # a zero divisor raises ZeroDivisionError, which `is_equivalent` answers with False
+    return Fraction(a, b) if _exact(a, b) else a / b
 
 
-def _choose(n, k):
-    if not all(isinstance(x, Fraction) and x.denominator == 1 and 0 <= x <= 1000 for x in (n, k)):
-        raise ValueError
-    return Fraction(math.comb(int(n), int(k)))
+def _power(base, exponent):
+    if not _exact(base, exponent):
+        return base ** exponent
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent)
+    return Fraction(base) ** exponent if bits < MOST_BITS else math.nan
 
 
-def _raise(base, exponent):
-    if isinstance(base, Fraction) and isinstance(exponent, Fraction):
-        if exponent.denominator == 1 and abs(exponent) <= 1000:
-            bits = max(abs(base.numerator).bit_length(), base.denominator.bit_length())
-            if bits * abs(exponent) > 20_000:
+_TOKEN = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d{1,2}(?!\d))?|\.\d+|\\?[a-zA-Z]+|\S")
+_OPERATORS = {  # how strongly it binds, what it does
+    "+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul), "/": (2, _divide), "^": (3, _power),
+    "!": (4, lambda n: math.factorial(n) if n < 200 else math.nan)}
+_CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
+_CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf, "infinity": math.inf}
+_OF_TWO = {"frac": _divide, "binom": lambda n, k: math.comb(n, k) if n < 200 else math.nan}
+_FUNCTIONS = {
+    "sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "log": cmath.log10, "exp": cmath.exp,
+    "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan, "sec": lambda x: 1 / cmath.cos(x),
+    "csc": lambda x: 1 / cmath.sin(x), "cot": lambda x: 1 / cmath.tan(x)}
+_WORDS = {*_FUNCTIONS, *_CONSTANTS, *_OF_TWO, "sqrt"}
+
+
+@functools.lru_cache(4096)
+def _values(text: str) -> list | None:
+    """A formula's values at three points, at each of which a letter stands for a fixed number; None if unreadable."""
+    words, points = [], 1
+    for token in _TOKEN.findall(text):
+        word = token.lstrip("\\")
+        points = 3 if word.isalpha() and word not in _WORDS else points
+        words += [word] if word in _WORDS else token if len(token) < 4 and token.isalpha() else [token]  # xy is x·y
+    tokens, depth, point = [], 0, 0  # a stack: the next token stands last
+
+    def read(strength):  # an atom and those operators after it that bind more strongly than this
+        value = atom()
+        while True:
+            token = tokens[-1]
+            implicit = token[-1].isalpha() or token in "([{"  # 2x, 2(x + 1); but 2 3 is not 6
+            binds, apply = _OPERATORS.get("*" if implicit else token, (0, None))
+            if binds <= strength:
+                return value
+            if not implicit:
+                tokens.pop()
+            value = apply(value) if token == "!" else apply(value, read(binds))
+            if _exact(value) and value.numerator.bit_length() + value.denominator.bit_length() > MOST_BITS:
                 raise ValueError
-            return base ** int(exponent)
-        if base >= 0 and exponent == Fraction(1, 2):
-            roots = math.isqrt(base.numerator), math.isqrt(base.denominator)
-            if roots[0] ** 2 == base.numerator and roots[1] ** 2 == base.denominator:
-                return Fraction(*roots)
-    if isinstance(base, Fraction) and base < 0 or isinstance(base, complex) or isinstance(exponent, complex):
-        return complex(base) ** complex(exponent)
-    return float(base) ** float(exponent)
+
+    def atom():  # a number, a letter, (…), |…|, -atom, \frac atom atom, \sqrt[…] atom, \sin^atom atom and the like
+        nonlocal depth
+        token = tokens.pop()
+        if token[0].isdigit() or token[0] == ".":
+            return int(token) if token.isdigit() else Fraction(token)
+        depth += 1
+        if depth > DEEPEST:
+            raise ValueError
+        if token in ("+", "-"):
+            value = read(2) if token == "+" else -read(2)
+        elif token in _CLOSING:
+            value = read(0)
+            if tokens.pop() != _CLOSING[token]:
+                raise ValueError
+            value = abs(value) if token == "|" else value
+        elif token in _OF_TWO:
+            value = _OF_TWO[token](atom(), atom())
+        elif token == "sqrt":
+            index = atom() if tokens[-1] == "[" else 2
+            value = atom() ** _divide(1, index)
+        elif token in _FUNCTIONS:
+            base, exponent = (tokens.pop() and atom() if tokens[-1] == mark else 1 for mark in "_^")
+            bracketed = tokens[-1] in _CLOSING
+            value = read(2)
+            while not bracketed and tokens[-1][-1].isalpha() and tokens[-1] not in _FUNCTIONS:
+                value = value * read(2)  # \cos 2x
+            value = (_FUNCTIONS[token](complex(value)) / (1 if base == 1 else cmath.log10(base))) ** exponent
+        elif token in _CONSTANTS:
+            value = _CONSTANTS[token]
+        elif token[-1].isalpha() and len(token) < 4 or token[0] == "\\":
+            name = token + (tokens.pop() + tokens.pop() if tokens[-1] == "_" else "")
+            value = Fraction(int.from_bytes(name.encode(), "big") * 7919 % (1009, 1013, 1019)[point] + 1, 97)
+        else:
+            raise ValueError
+        depth -= 1
+        return value
+
+    try:
+        values = []
+        for point in range(points):
+            tokens, depth = [".", *reversed(words)], 0
+            values.append(read(0))
+            if tokens != ["."]:
+                return None
+        return values * (3 // points)
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+        return None
 
 
 # -------------------------------------------------------------------------------------------------- evaluation
