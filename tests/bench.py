@@ -27,7 +27,7 @@ import time
 import types
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary, tied
@@ -232,7 +232,7 @@ def logprobs(args, path: str, vocab: int) -> dict:
         (logprobs_path(path, model, ids, mask, 256) * coefficients).sum().backward()
     rate = matmul_rate(args.device)
     base = reset_peak(args.device)
-    seconds = timed(work, args.device, args.repeats if vocab < 10_000 else min(3, args.repeats))
+    seconds = timed(work, args.device, args.repeats if vocab < 10_000 else 2)
     body, head = forward_flops(model, 16 * 288, 144), 2 * 16 * 256 * vocab * model.config.hidden_size
     head_everywhere = 2 * 16 * 288 * vocab * model.config.hidden_size  # forward_flops counts the head at every token
     return {"seconds": seconds, "peak_above_model_mb": peak_memory(args.device) - base,
@@ -471,7 +471,6 @@ def main() -> None:
         case, settings, arguments = json.loads(args.case)
         torch.set_num_threads(arguments["threads"])
         transformers.logging.set_verbosity_error()
-        common.tqdm = lambda *a, **k: tqdm(*a, **{**k, "disable": True})
         print(json.dumps(globals()[case](argparse.Namespace(**arguments), **settings)))
         return
     wanted = args.only.split(",") if args.only else ["rollout", "logprobs", "step"] + (["trl", "race"] if args.against else [])
@@ -514,6 +513,5 @@ def cpu_name() -> str:
 if __name__ == "__main__":
     import torch
     import transformers
-    from tqdm import tqdm
     import common
     main()
