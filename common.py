@@ -21,6 +21,7 @@ this rank's rows, `micro_batches` deals this rank's share of the update, and gra
 import cmath
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import difflib
 import functools
@@ -63,6 +64,7 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from tqdm import tqdm
+from transformers.cache_utils import DynamicLayer
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer,
                           DynamicCache, HfArgumentParser, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
 
@@ -199,6 +201,8 @@ def setup_device() -> torch.device:
         torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ:
@@ -206,6 +210,15 @@ def setup_device() -> torch.device:
         elif device.type == "cuda":
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what tensors free. It gives large blocks back to the system, which clears each page anew when
+    the next tensor touches it: an eighth of a step of the tiny model."""
+    with contextlib.suppress(AttributeError, OSError):  # another libc
+        libc, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = ctypes.CDLL(None), -1, -3
+        libc.mallopt(M_MMAP_THRESHOLD, 2 ** 25)
+        libc.mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
 
 
 def rank() -> int:
@@ -1050,13 +1063,13 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     """One turn of `sample`: rows [n] of the prompts `prompt_of` -> (tokens [n, max_new_tokens], lengths [n]).
 
     Each prompt is read once, and its KV cache copied to the rows of its group. A row that has ended leaves the
-    batch, so that a long completion does not keep the short ones running.
+    batch, so that a long completion does not keep the short ones running: the last rows move into the places that
+    fell free. On CUDA, a step is the replay of a captured graph where the model allows that (`GraphStep`).
     """
     n, device = len(prompt_of), prompt_ids.device
     first, last = prompt_of[0].item(), prompt_of[-1].item() + 1
-    attention_mask = prompt_mask[first:last]
-    padded = not attention_mask.all()
-    position = attention_mask.sum(1)[prompt_of - first]  # [n] of the next token
+    mask, rows = prompt_mask[first:last], prompt_of - first
+    padded = not mask.all()
     cache = DynamicCache(config=model.config)
 
     def forward(ids, mask, positions):
@@ -1064,44 +1077,192 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
         return model(input_ids=ids, attention_mask=mask if padded else None, past_key_values=cache, use_cache=True,
                      logits_to_keep=1, **extra).logits[:, -1].float()
 
-    logits = forward(prompt_ids[first:last], attention_mask, (attention_mask.cumsum(1) - 1).clamp(min=0))
-    logits = logits[prompt_of - first]  # [n, V]
-    attention_mask = attention_mask[prompt_of - first]
-    cache.batch_select_indices(prompt_of - first)
+    logits = forward(prompt_ids[first:last], mask, (mask.cumsum(1) - 1).clamp(min=0))[rows]  # [n, V]
+    cache.batch_select_indices(rows)
+    L = prompt_ids.shape[1]
+    room = max_new_tokens + -(L + max_new_tokens) % 8  # CUDA's attention likes multiples of 8
+    cache.layers = [RoomyLayer(layer, room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    position = mask.sum(1)[rows]  # [n] of the next token
+    mask = F.pad(mask, (0, room), value=1)[rows]  # [n, L+room]
+    graph, graphs_work = None, can_use_graph(model, cache)
+    look_every = 1 if device.type == "cpu" else 8  # to see which rows have ended, the CPU must wait for the GPU
 
     tokens = torch.zeros(n, max_new_tokens, dtype=torch.long, device=device)
-    lengths = torch.full((n,), max_new_tokens, device=device)
-    alive = torch.arange(n, device=device)  # the rows that are still in the batch
+    alive = torch.arange(n, device=device)  # [m] the rows that are still in the batch
+    ended = torch.zeros(n, dtype=torch.bool, device=device)  # [m]
     for t in range(max_new_tokens):
-        chosen = pick_tokens(logits, None if uniforms is None else uniforms[alive, t], temperature)
+        chosen = pick_tokens(logits, None if uniforms is None else uniforms[alive, t], temperature)  # [m]
         tokens[alive, t] = chosen
-        ended = torch.isin(chosen, ends)
+        ended |= torch.isin(chosen, ends)
         if t + 1 == max_new_tokens:
             break
-        if ended.any():
-            lengths[alive[ended]] = t + 1
-            stay = (~ended).nonzero()[:, 0]
-            if not len(stay):
+        if (t + 1) % look_every == 0:
+            m = int((~ended).sum())
+            if m == 0:
                 break
-            alive, chosen, position, attention_mask = alive[stay], chosen[stay], position[stay], attention_mask[stay]
-            cache.batch_select_indices(stay)
-        attention_mask = F.pad(attention_mask, (0, 1), value=1)
-        logits = forward(chosen[:, None], attention_mask, position[:, None])
+            if m < len(ended) and (graph is None or m <= len(ended) // 2):  # each graph has its number of rows
+                stay = torch.arange(m, device=device)
+                stay[ended[:m]] = m + (~ended[m:]).nonzero()[:, 0]
+                alive, chosen, position, mask, ended = (x[stay] for x in (alive, chosen, position, mask, ended))
+                cache.batch_select_indices(stay)
+                graph = None
+        if graphs_work and (graph is None or L + t >= graph.width):
+            graph = None  # its memory goes before the next one is made
+            graph = capture_step(model, cache, mask, L + t)
+            graphs_work = graph is not None
+        logits = graph(chosen, position, L + t) if graph else forward(chosen[:, None], mask[:, :L + t + 1],
+                                                                      position[:, None])
         position = position + 1
+    is_end = torch.isin(tokens, ends)  # a row that ended and was not dropped at once ran on: its first end counts
+    lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, max_new_tokens)
     return tokens, lengths
+
+
+class RoomyLayer(DynamicLayer):
+    """A layer of DynamicCache with room for the tokens to come.
+
+    DynamicLayer copies all its keys and values to append a token, and again to drop a row. Here a token is written
+    into its column, and only the rows that change place are copied.
+    """
+    graph = None  # the GraphStep whose columns count, if there is one
+
+    def __init__(self, layer: DynamicLayer, room: int):
+        super().__init__()
+        n, heads, self.length, _ = layer.keys.shape
+        # A graph reads columns that were never written, with weight 0: they must not hold NaN. On CPU none is read,
+        # and memory that nobody touches costs nothing.
+        new = torch.zeros if layer.keys.is_cuda else torch.empty
+        self.keys, self.values = (new(n, heads, self.length + room, x.shape[3], dtype=x.dtype, device=x.device)
+                                  for x in (layer.keys, layer.values))
+        self.keys[:, :, :self.length], self.values[:, :, :self.length] = layer.keys, layer.values
+        self.is_initialized = True
+
+    def update(self, keys, values, *args, **kwargs):
+        if self.graph:
+            self.keys.index_copy_(2, self.graph.column, keys)
+            self.values.index_copy_(2, self.graph.column, values)
+            return self.keys[:, :, :self.graph.width], self.values[:, :, :self.graph.width]
+        self.keys[:, :, self.length], self.values[:, :, self.length] = keys[:, :, 0], values[:, :, 0]
+        self.length += 1
+        return self.keys[:, :, :self.length], self.values[:, :, :self.length]
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def batch_select_indices(self, stay) -> None:
+        """Row i becomes what row stay[i] was; stay[i] >= i, and none is read after it was written."""
+        i = (stay != torch.arange(len(stay), device=stay.device)).nonzero()[:, 0]
+        for x in (self.keys, self.values):
+            x[i, :, :self.length] = x[stay[i], :, :self.length]
+        self.keys, self.values = self.keys[:len(stay)], self.values[:len(stay)]
+
+
+class GraphStep:
+    """One decoding step of the m rows of a batch as a CUDA graph: one launch, not one for each of a model's kernels.
+
+    A replay does again what was captured, at the same addresses. So what changes from step to step lies in tensors
+    that `__call__` fills, and attention reads a fixed `width` of the cache, where columns to come are masked. When
+    those are full, or half of the rows have ended, `decode` captures another graph.
+    """
+
+    def __init__(self, model, cache, mask, column: int):
+        self.model, self.cache = model, cache
+        self.width = min(mask.shape[1], -(-2 * (column + 1) // 64) * 64)
+        self.mask, self.columns = mask[:, :self.width].bool(), torch.arange(self.width, device=mask.device)
+        self.ids, self.position = torch.zeros(2, len(mask), 1, dtype=torch.long, device=mask.device)
+        self.column = torch.tensor([column], device=mask.device)
+        for layer in cache.layers:
+            layer.graph = self
+        self.graph = None
+        if mask.is_cuda:  # else each call runs the same kernels one by one: for tests
+            with without_hooks(model):
+                stream = torch.cuda.Stream()  # a first run, outside: libraries set themselves up
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    self.run()
+                torch.cuda.current_stream().wait_stream(stream)
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # NCCL's thread may go on
+                    self.logits = self.run()
+
+    def run(self):
+        seen = self.mask & (self.columns <= self.column)  # [m, width]
+        return self.model(input_ids=self.ids, attention_mask=seen[:, None, None], position_ids=self.position,
+                          past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+
+    def __call__(self, chosen, position, column: int):
+        """Tokens [m] at their positions [m], into this column of the cache -> logits [m, V], good until the next call."""
+        self.ids.copy_(chosen[:, None])
+        self.position.copy_(position[:, None])
+        self.column.fill_(column)
+        for layer in self.cache.layers:
+            layer.length = column + 1
+        if self.graph is None:
+            return self.run()
+        self.graph.replay()
+        return self.logits
+
+
+def can_use_graph(model, cache) -> bool:
+    """A 4D mask of booleans is right for "sdpa" alone; sliding windows and the like keep caches of other kinds."""
+    return (model.device.type == "cuda" and model.config._attn_implementation == "sdpa" and takes_position_ids(model)
+            and all(isinstance(layer, RoomyLayer) for layer in cache.layers))
+
+
+def capture_step(model, cache, mask, column: int) -> GraphStep | None:
+    """None, with a warning, where the model does something that a graph can not hold: then steps run without one."""
+    try:
+        return GraphStep(model, cache, mask, column)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        warnings.warn(f"{type(model).__name__}: sampling without a CUDA graph, which is slower: {innermost(error)}")
+        for layer in cache.layers:
+            layer.graph = None
+
+
+@contextlib.contextmanager
+def without_hooks(model):
+    """FSDP's hooks wait for other streams, which a capture can not hold. All parameters are gathered: none is needed."""
+    names = ("_forward_pre_hooks", "_forward_hooks")
+    kept = [(module, name, getattr(module, name)) for module in model.modules() for name in names]
+    for module, name, hooks in kept:
+        setattr(module, name, type(hooks)())
+    try:
+        yield
+    finally:
+        for module, name, hooks in kept:
+            setattr(module, name, hooks)
 
 
 def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor | None, temperature: float) -> torch.Tensor:
     """[n, V] logits -> [n] token ids: the likeliest where `uniforms` is None, else softmax(logits/temperature) draws.
 
-    The draw is the first token whose cumulative probability exceeds the uniform number; in float64, so that tokens
-    rarer than float32 can count keep their share.
+    The draw is the first token whose cumulative probability exceeds the uniform number. Sums are float64, so that
+    tokens rarer than float32 can count keep their share; to sum the vocabulary only once, first the block of tokens is
+    found, then the token in it.
     """
     if uniforms is None:
         return logits.argmax(-1)
-    cumulative = (logits / temperature).softmax(-1, dtype=torch.float64).cumsum(-1)  # [n, V]
-    threshold = uniforms[:, None] * cumulative[:, -1:]  # the last sum is 1 up to rounding
-    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    n, V = logits.shape
+    size = min(V, 512)
+    if temperature != 1.0:
+        logits = logits / temperature
+    weights = logits.new_zeros(n, -(-V // size) * size)
+    torch.exp(logits - logits.amax(-1, keepdim=True), out=weights[:, :V])
+    weights = weights.view(n, -1, size)
+    below = weights.sum(-1, dtype=torch.float64).cumsum(-1)  # [n, blocks]
+    threshold = just_below(uniforms[:, None] * below[:, -1:], below[:, -1:])  # [n, 1]
+    block = torch.searchsorted(below, threshold, right=True)
+    threshold = threshold - F.pad(below, (1, 0)).gather(1, block)  # what is left of it in the block
+    below = weights[torch.arange(n, device=block.device), block[:, 0]].cumsum(-1, dtype=torch.float64)  # [n, size]
+    token = torch.searchsorted(below, just_below(threshold, below[:, -1:]), right=True)
+    return (block * size + token)[:, 0]
+
+
+def just_below(threshold: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Rounding may lift a threshold to the total, which no cumulative sum exceeds."""
+    return threshold.minimum(torch.nextafter(total, torch.zeros_like(total)))
 
 
 # --------------------------------------------------------------------------------------------------- log-probs
@@ -1130,14 +1291,22 @@ def completion_hidden(model, input_ids, attention_mask, T: int):
     """Hidden states [n, H] that predict the n real tokens among the last T columns, and their (row, column).
 
     Each row is shifted left by its padding, so that it begins at column 0 with position 0. What follows a token can
-    not change it in a causal model, so no attention mask is needed and the fast causal kernels run.
+    not change it in a causal model, so no attention mask is needed and the fast causal kernels run. The last token
+    of the longest row predicts nothing, so its column is left out.
     """
-    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-    start = attention_mask.to(torch.int32).argmax(1)  # [B] the first real column
-    shifted = input_ids.gather(1, (columns + start[:, None]) % input_ids.shape[1])
-    hidden = model.base_model(input_ids=shifted, use_cache=False).last_hidden_state  # [B, L+T, H]
+    lengths = attention_mask.sum(1)
     row, column = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)  # [n] each
-    return hidden[row, input_ids.shape[1] - T + column - start[row] - 1], (row, column)
+    hidden = base_hidden(model, input_ids, attention_mask, max(1, int(lengths.max()) - 1))
+    prompt = lengths - attention_mask[:, input_ids.shape[1] - T:].sum(1)  # [B]
+    return hidden[row, prompt[row] + column - 1], (row, column)
+
+
+def base_hidden(model, input_ids, attention_mask, width: int):
+    """[B, width, H] of the rows without their left padding."""
+    start = attention_mask.to(torch.int32).argmax(1)  # [B] the first real column
+    columns = torch.arange(width, device=input_ids.device) + start[:, None]
+    shifted = input_ids.gather(1, columns.clamp(max=input_ids.shape[1] - 1))
+    return model.base_model(input_ids=shifted, use_cache=False).last_hidden_state
 
 
 def head_logits(model, hidden):
@@ -1239,12 +1408,9 @@ def sequence_scores(model, input_ids, attention_mask):
 
 
 def last_token_scores(model, input_ids, attention_mask):
-    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-    start = attention_mask.to(torch.int32).argmax(1)  # [B] the first real column
-    shifted = input_ids.gather(1, (columns + start[:, None]) % input_ids.shape[1])
-    hidden = model.base_model(input_ids=shifted, use_cache=False).last_hidden_state  # [B, L+T, H]
-    last = hidden[torch.arange(len(hidden), device=hidden.device), attention_mask.sum(1) - 1]  # [B, H]
-    return model.score(last)[:, 0].float()
+    lengths = attention_mask.sum(1)
+    hidden = base_hidden(model, input_ids, attention_mask, int(lengths.max()))
+    return model.score(hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1])[:, 0].float()
 
 
 @torch.no_grad()

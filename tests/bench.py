@@ -1,0 +1,517 @@
+"""Speed and memory of what the scripts are made of, and of TRL on the same work. Nothing to download: random weights.
+
+    python tests/bench.py [--device cuda] [--model tiny|qwen-0.5b|qwen-1.5b|qwen-7b] [--only rollout,logprobs,step]
+                          [--against trl] [--threads 2] [--out FILE.json]
+
+    rollout   `sample` against `model.generate`: fixed lengths, and ragged ones (ends drawn at random)
+    logprobs  forward and backward of `token_logprobs` against all logits at once (and TRL's fused head)
+    step      a step of grpo.py, split into its parts
+    trl       steps of grpo.py, dpo.py and reward_model.py against TRL's trainers (TRL 1.16 has no PPO)
+    race      sampled accuracy after 20 seconds of training from the same start, against TRL's
+
+Prints one table and a JSON line. Every case runs in a process of its own, one after the other, so that peak memory is
+its own: the largest resident size on CPU (VmHWM, reset after loading and warm-up), max_memory_allocated on CUDA.
+Figures are medians over repeats; warm-up is left out. "Limit" is the time that the matrix products alone would take at
+the rate of a large matmul measured in the same process; for a rollout on CUDA, the time to read weights and KV cache.
+"""
+import argparse
+import importlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary, tied
+    "tiny": (128, 384, 3, 4, 2, 23, True), "logprobs": (256, 768, 4, 4, 2, None, True),
+    "qwen-0.5b": (896, 4864, 24, 14, 2, 151_936, True), "qwen-1.5b": (1536, 8960, 28, 12, 2, 151_936, True),
+    "qwen-7b": (3584, 18_944, 28, 28, 4, 152_064, False)}
+
+
+# ------------------------------------------------------------------------------------------------------- measuring
+
+class Enough(Exception):
+    """Raised by a Clock inside a training loop when it has seen enough steps."""
+
+
+class Clock:
+    """Seconds between calls of `tick`, and the peak memory from the end of the warm-up on."""
+
+    def __init__(self, device, warmup: int, repeats: int, seconds: float = float("inf")):
+        self.device, self.warmup, self.repeats, self.seconds = device, warmup, repeats, seconds
+        self.times, self.peak = [], 0.0
+
+    def tick(self) -> None:
+        synchronize(self.device)
+        self.times.append(time.perf_counter())
+        if len(self.times) <= self.warmup + 1:
+            self.base = reset_peak(self.device)
+        self.peak = max(self.peak, peak_memory(self.device))
+        if len(self.times) > self.warmup + self.repeats or self.times[-1] - self.times[0] > self.seconds:
+            raise Enough
+
+    def result(self) -> dict:
+        lasted = [b - a for a, b in zip(self.times, self.times[1:])][self.warmup:]
+        return {"seconds": statistics.median(lasted), "peak_mb": self.peak}
+
+
+def synchronize(device) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def status_mb(field: str) -> float:
+    return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0]) / 2 ** 10
+
+
+def reset_peak(device) -> float:
+    """Forget the peak so far; MB in use now."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() / 2 ** 20
+    Path("/proc/self/clear_refs").write_text("5")  # man proc: resets VmHWM
+    return status_mb("VmRSS")
+
+
+def peak_memory(device) -> float:
+    return torch.cuda.max_memory_allocated() / 2 ** 20 if device == "cuda" else status_mb("VmHWM")
+
+
+def timed(work, device, repeats: int, warmup: int = 1) -> float:
+    """Median seconds of work()."""
+    seconds = []
+    for _ in range(warmup + repeats):
+        synchronize(device)
+        began = time.perf_counter()
+        work()
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[warmup:])
+
+
+def matmul_rate(device) -> float:
+    """FLOP/s of a large matrix product, in the precision that training computes in."""
+    n, dtype = (8192, torch.bfloat16) if device == "cuda" else (2048, torch.float32)
+    a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
+    return 2 * n ** 3 / timed(lambda: a @ b, device, 5, 2)
+
+
+def copy_bandwidth(device) -> float:
+    """Bytes/s read and written by a large copy."""
+    a = torch.empty(2 ** 30, dtype=torch.uint8, device=device)
+    b = torch.empty_like(a)
+    return 2 * a.numel() / timed(lambda: b.copy_(a), device, 5, 2)
+
+
+def forward_flops(model, tokens: float, context: float) -> float:
+    """Of `tokens` tokens that each attend to `context` others on average: 2 per weight, 4 per cached width and layer."""
+    weights = sum(p.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) for p in [m.weight])
+    config = model.config
+    return tokens * (2 * weights + 4 * config.num_hidden_layers * config.hidden_size * context)
+
+
+# ---------------------------------------------------------------------------------------------------------- models
+
+def random_model(name: str, device: str, vocab: int | None = None, dtype=None):
+    hidden, intermediate, layers, heads, kv_heads, own_vocab, tied = SHAPES[name]
+    config = transformers.Qwen2Config(
+        vocab_size=vocab or own_vocab, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=8192, pad_token_id=0,
+        eos_token_id=1, bos_token_id=None, tie_word_embeddings=tied, dtype=dtype or torch.float32)
+    torch.manual_seed(0)
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+
+
+def model_directory(name: str) -> str:
+    """A directory for --model: the built-in tiny model, or random weights of the shape with the tiny tokenizer."""
+    if name == "tiny":
+        return common.build_tiny_model("arithmetic")
+    directory = Path("runs") / f"bench-{name}"
+    if not directory.exists():
+        model, tokenizer = random_model(name, "cpu", dtype=torch.bfloat16), common.tiny_tokenizer()
+        common.write_directory(directory, lambda path: (model.save_pretrained(path), tokenizer.save_pretrained(path)))
+    return str(directory)
+
+
+# ----------------------------------------------------------------------------------------------------------- cases
+
+def rollout(args, lengths: str, greedy_check: int = 32) -> dict:
+    """256 rows of 16 prompts. ragged: a share of the vocabulary ends a row, so that lengths are geometric."""
+    P, G, device = args.prompts, args.group, args.device
+    T = args.tokens or (512 if args.model != "tiny" else 40 if lengths == "fixed" else 256)
+    mean = T if lengths == "fixed" else T / 8
+    model = random_model(args.model, device, vocab=6400 if args.model == "tiny" else None,
+                         dtype=torch.bfloat16 if device == "cuda" else None).eval()
+    V = model.config.vocab_size
+    ends = [] if lengths == "fixed" else list(range(V - round(V / mean), V))
+    model.generation_config.eos_token_id = ends or None
+    tokenizer = types.SimpleNamespace(pad_token_id=0, eos_token_id=None if not ends else ends[0],
+                                      batch_decode=lambda rows, **_: [""] * len(rows))
+    prompts = [torch.randint(2, V // 2, (8 + i % 8,)).tolist() for i in range(P)]
+    prompt_ids, prompt_mask, _ = common.collate(prompts, [[]] * P, 0, device)
+    L = prompt_ids.shape[1]
+
+    def generate(rows_each, tokens, **how):
+        return model.generate(
+            input_ids=prompt_ids.repeat_interleave(rows_each, 0), use_cache=True, max_new_tokens=tokens,
+            attention_mask=prompt_mask.repeat_interleave(rows_each, 0), pad_token_id=0, **how)[:, L:]
+    ours = common.sample(model, tokenizer, prompts, 1, greedy_check, greedy=True).input_ids[:, L:]
+    theirs = generate(1, greedy_check, do_sample=False)
+    width = min(ours.shape[1], theirs.shape[1])
+    same = (ours[:, :width] == theirs[:, :width]).all(1).float().mean().item()  # bfloat16 kernels round by shape: < 1
+    if device == "cpu" and (same < 1 or ours.shape != theirs.shape):
+        raise SystemExit("greedy tokens differ from generate's")
+
+    counts = {"ours": [], "generate": []}
+    def sample_ours():
+        drawn = common.sample(model, tokenizer, prompts, G, T).lengths
+        counts["ours"].append((drawn.sum().item(), drawn.max().item()))
+    def sample_theirs():
+        out = generate(G, T, do_sample=True, top_k=0, top_p=1.0)
+        ended = torch.isin(out, torch.tensor(ends or [-1], device=device)).int()
+        drawn = torch.where(ended.any(1), ended.argmax(1) + 1, out.shape[1])
+        counts["generate"].append((drawn.sum().item(), drawn.max().item()))
+    reset_peak(device)
+    seconds = timed(sample_ours, device, args.repeats)
+    peak = peak_memory(device)
+    reset_peak(device)
+    generate_seconds = timed(sample_theirs, device, args.repeats)
+    generate_peak = peak_memory(device)
+    tokens, longest = (statistics.mean(column) for column in zip(*counts["ours"][1:]))
+    rate, generate_rate = tokens / seconds, statistics.mean(c[0] for c in counts["generate"][1:]) / generate_seconds
+    if device == "cuda":
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        cached = 2 * model.config.num_hidden_layers * model.config.num_key_value_heads * 2 * \
+            model.config.hidden_size // model.config.num_attention_heads
+        limit = (longest * weights + tokens * (L + mean / 2) * cached) / (copy_bandwidth(device))
+    else:
+        limit = forward_flops(model, tokens, L + mean / 2) / matmul_rate(device)
+    return {"seconds": seconds, "tokens_per_second": rate, "generate_tokens_per_second": generate_rate,
+            "ratio": rate / generate_rate, "limit_share": limit / seconds, "peak_mb": peak,
+            "generate_peak_mb": generate_peak, "greedy_same": same, "mean_length": tokens / P / G, "longest": longest}
+
+
+def logprobs_inputs(args, vocab: int):
+    """16 sequences of 32 + 256 tokens through a small body; weights that make a scalar of the log-probs."""
+    model = random_model("logprobs" if args.model == "tiny" else args.model, args.device, vocab)
+    if args.device == "cuda":
+        model = common.shard(model, common.setup_device())
+    ids = torch.randint(2, vocab, (16, 32 + 256), device=args.device)
+    return model, ids, torch.ones_like(ids), torch.randn(16, 256, device=args.device)
+
+
+def logprobs_path(path: str, model, ids, mask, T: int):
+    """[B, T] log-probs by one of the three ways."""
+    if path == "ours":
+        return common.token_logprobs(model, ids, mask, T)[0]
+    if path == "all logits":
+        return common.call_gathered(common.unsliced_logprobs, model, ids, mask, T, 1.0)[0]
+    labels = ids.clone()
+    labels[:, :-T] = -100
+    return model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs[:, -T:]
+
+
+def logprobs(args, path: str, vocab: int) -> dict:
+    model, ids, mask, coefficients = logprobs_inputs(args, vocab)
+    if path == "trl":
+        from trl.trainer.utils import add_fused_lm_head
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    common.head_is_sliceable(model)
+
+    def work():
+        model.zero_grad()
+        (logprobs_path(path, model, ids, mask, 256) * coefficients).sum().backward()
+    rate = matmul_rate(args.device)
+    base = reset_peak(args.device)
+    seconds = timed(work, args.device, args.repeats if vocab < 10_000 else 2)
+    body, head = forward_flops(model, 16 * 288, 144), 2 * 16 * 256 * vocab * model.config.hidden_size
+    head_everywhere = 2 * 16 * 288 * vocab * model.config.hidden_size  # forward_flops counts the head at every token
+    return {"seconds": seconds, "peak_above_model_mb": peak_memory(args.device) - base,
+            "limit_share": 3 * (body - head_everywhere + head) / rate / seconds}
+
+
+def logprobs_difference(args, vocab: int) -> dict:
+    model, ids, mask, coefficients = logprobs_inputs(args, vocab)
+    values, gradients = [], []
+    for path in ("ours", "all logits"):
+        model.zero_grad()
+        values.append(logprobs_path(path, model, ids, mask, 256))
+        (values[-1] * coefficients).sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    scale = max(g.abs().max().item() for g in gradients[1])
+    return {"value_difference": (values[0] - values[1]).abs().max().item(),
+            "gradient_difference": max((a - b).abs().max().item() for a, b in zip(*gradients)) / scale}
+
+
+def run_script(name: str, flags: list, tick) -> None:
+    """script.main with `tick(step)` after every step, until it raises Enough."""
+    script, end_step = importlib.import_module(name), common.Run.end_step
+
+    def hooked(run, step, metrics):
+        end_step(run, step, metrics)
+        tick()
+    common.Run.end_step = hooked
+    with tempfile.TemporaryDirectory() as folder:
+        sys.argv[0] = f"{name}.py"
+        try:
+            script.main(common.parse_config(script.Config, [
+                *flags, "--output_dir", folder, "--steps", "100000", "--save_every", "100000", "--eval_every", "100000"]))
+        except Enough:
+            pass
+
+
+def script_flags(args, group: bool = True) -> list[str]:
+    flags = ["--model", model_directory(args.model), "--lr", "1e-4"]
+    if group:
+        flags += ["--prompts_per_step", str(args.prompts), "--group_size", str(args.group),
+                  "--max_new_tokens", str(args.tokens or (40 if args.model == "tiny" else 512))]
+    return flags + (["--micro_batch_tokens", str(args.micro_batch_tokens)] if args.micro_batch_tokens else [])
+
+
+def ours(args, script: str, flags: list[str]) -> dict:
+    clock = Clock(args.device, 3, max(args.repeats, 10 if args.model == "tiny" else 3))
+    run_script(script, script_flags(args, script == "grpo") + flags, clock.tick)
+    return clock.result()
+
+
+def step(args, flags: list[str]) -> dict:
+    """Where a step of grpo.py goes: the functions it calls are timed from outside."""
+    import grpo
+    spent, rows, marks = {}, [], {}
+
+    def spy(module, name, part):
+        function = getattr(module, name)
+
+        def wrapped(*a, **k):
+            synchronize(args.device)
+            began = time.perf_counter()
+            out = function(*a, **k)
+            synchronize(args.device)
+            marks["last"] = time.perf_counter()
+            spent[part] = spent.get(part, 0.0) + marks["last"] - began
+            if part == "update":  # `timing` is called when the update is over; it began when the log-probs were there
+                spent["update"] = spent.get("update", 0.0) + began - marks["logprobs"]
+            marks[part] = marks["last"]
+            return out
+        setattr(module, name, wrapped)
+    spy(grpo, "sample", "rollout")
+    spy(common, "rollout_logprobs", "logprobs")
+    spy(common.Run, "timing", "update")
+    load_reward = common.load_reward
+
+    def load_and_spy(cfg):
+        holder = types.SimpleNamespace(score=load_reward(cfg))
+        spy(holder, "score", "reward")
+        return holder.score
+    common.load_reward = load_and_spy
+    micro_batches, token_logprobs, real = common.micro_batches, grpo.token_logprobs, {}
+
+    def counted(*a):
+        for item in micro_batches(*a):
+            real.setdefault("padded", []).append(item[1].numel())
+            real.setdefault("tokens", []).append(item[2].sum().item())
+            yield item
+    common.micro_batches = counted
+
+    def keep_model(model, *a):
+        real["model"] = model
+        real["update tokens"] = real.get("update tokens", 0) + int(a[1].sum())
+        return token_logprobs(model, *a)
+    grpo.token_logprobs = keep_model
+    clock = Clock(args.device, 2, max(args.repeats, 10 if args.model == "tiny" else 3))
+
+    def tick():
+        if len(clock.times) == clock.warmup:
+            for table in (spent, real):
+                table.clear()
+        clock.tick()
+    run_script("grpo", script_flags(args) + flags, tick)
+    result, steps = clock.result(), len(clock.times) - 1 - clock.warmup
+    parts = {part: seconds / steps for part, seconds in spent.items()}
+    total = (clock.times[-1] - clock.times[clock.warmup]) / steps
+    context = sum(real["tokens"]) / max(1, sum(real["tokens"])) * (args.tokens or 40) / 2
+    flops = 3 * forward_flops(real["model"], real["update tokens"] / steps, context)
+    return {**result, **{f"{part}_seconds": seconds for part, seconds in parts.items()},
+            "other_seconds": total - sum(parts.values()),
+            "padding_share": 1 - sum(real["tokens"]) / sum(real["padded"]),
+            "update_flops_share": flops / parts["update"] / matmul_rate(args.device)}
+
+
+# ------------------------------------------------------------------------------------------------------------- TRL
+
+def trl_arguments(args, folder: str, **more) -> dict:
+    return dict(output_dir=folder, max_steps=100_000, learning_rate=1e-4, lr_scheduler_type="constant", max_grad_norm=1.0,
+                optim="adamw_torch_fused", gradient_checkpointing=False, bf16=args.device == "cuda", report_to="none",
+                use_cpu=args.device == "cpu", logging_strategy="no", save_strategy="no", disable_tqdm=True,
+                dataloader_pin_memory=args.device == "cuda", **more)
+
+
+def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0.0, tick=None, **more) -> dict:
+    """The same step through TRL's trainer: its optimizer steps per rollout batch are one step here."""
+    from datasets import Dataset
+    import trl as library
+    clock, seen = Clock(args.device, 3, max(args.repeats, 10 if args.model == "tiny" else 3)), [0]
+    directory, trainer = model_directory(args.model), None
+
+    class Ticks(transformers.TrainerCallback):
+        def on_step_end(self, *_, **__):
+            seen[0] += 1
+            if seen[0] % (minibatches * updates) == 0:
+                (tick or clock.tick)(*([trainer.model] if tick else []))
+    tokenizer = common.load_tokenizer(directory)
+    if script == "grpo":
+        rows = args.prompts * args.group
+
+        def reward(completions, answer, **_):
+            return [float(common.is_equivalent(common.extract_answer(c), a)) for c, a in zip(completions, answer)]
+        problems = common.arithmetic_rows(2, "train")
+        kind, extra, data = library.GRPOTrainer, {"reward_funcs": reward}, problems
+        config = library.GRPOConfig(**trl_arguments(
+            args, tempfile.mkdtemp(), per_device_train_batch_size=rows // minibatches, steps_per_generation=minibatches,
+            num_iterations=updates, num_generations=args.group, temperature=1.0, beta=kl, loss_type="grpo",
+            max_completion_length=args.tokens or (40 if args.model == "tiny" else 512)))
+    else:
+        pairs = [json.loads(line) for line in open(common.build_tiny_preferences("arithmetic", "train"))]
+        data, extra = [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in pairs], {}
+        kind = {"dpo": library.DPOTrainer, "reward_model": library.RewardTrainer}[script]
+        config = {"dpo": library.DPOConfig, "reward_model": library.RewardConfig}[script](
+            **trl_arguments(args, tempfile.mkdtemp(), per_device_train_batch_size=64, **more))
+    cls = transformers.AutoModelForSequenceClassification if script == "reward_model" else \
+        transformers.AutoModelForCausalLM
+    model = cls.from_pretrained(directory, dtype=torch.float32, **({"num_labels": 1} if script == "reward_model" else {}))
+    trainer = kind(model=model, args=config, train_dataset=Dataset.from_list(data), processing_class=tokenizer,
+                   callbacks=[Ticks()], **extra)
+    try:
+        trainer.train()
+    except Enough:
+        pass
+    return clock.result() if tick is None else {}
+
+
+def race(args, who: str, seconds: float = 20.0, samples: int = 4) -> dict:
+    """Sampled accuracy on held-out problems before and after so many seconds of GRPO steps (no KL)."""
+    clock, kept = Clock(args.device, 0, 10 ** 9, seconds), []
+    if who == "ours":
+        start = common.Run.start
+        common.Run.start = lambda run, data, **trained: (kept.append(trained["policy"][0]), start(run, data, **trained))
+        run_script("grpo", script_flags(args) + ["--kl_coef", "0"], clock.tick)
+    else:
+        trl(args, "grpo", tick=lambda model: (kept.append(model), clock.tick()))
+    tokenizer = common.load_tokenizer(model_directory(args.model))
+    rows = common.arithmetic_rows(2, "eval")
+    torch.manual_seed(0)
+    drawn = common.sample(kept[-1], tokenizer, [row["prompt"] for row in rows], samples, 40)
+    right = [common.is_equivalent(common.extract_answer(text), rows[i // samples]["answer"])
+             for i, text in enumerate(drawn.completions)]
+    return {"sampled_accuracy": sum(right) / len(right), "steps": len(clock.times) - 1}
+
+
+# ------------------------------------------------------------------------------------------------------------ table
+
+def measure(args, case: str, **settings) -> dict:
+    """Run one case in a process of its own."""
+    print(f"  {case} {settings}", file=sys.stderr, flush=True)
+    command = [sys.executable, __file__, "--case", json.dumps([case, settings, vars(args)])]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(args.threads)})
+    if done.returncode:
+        print(done.stderr[-1500:], file=sys.stderr)
+        return {"failed": (done.stderr.strip().splitlines() or ["?"])[-1][:200]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def show(name: str, result: dict) -> None:
+    cells = [f"{key} {value:,.3g}" if isinstance(value, float) and abs(value) < 1000 else
+             f"{key} {value:,.0f}" if isinstance(value, float) else f"{key} {value}" for key, value in result.items()]
+    print(f"{name:34s} " + "  ".join(cells), flush=True)
+
+
+def against_trl(args):
+    """Yield (name, ours, TRL's, with the ratios)."""
+    grpo = {"": ([], {}), ", 4 minibatches": (["--minibatches", "4"], {"minibatches": 4}),
+            ", μ = 2": (["--updates_per_batch", "2"], {"updates": 2}), ", KL": (["--kl_coef", "0.04"], {"kl": 0.04})}
+    pairs = [("grpo", name, [*("--kl_coef 0".split() if name != ", KL" else []), *flags], settings)
+             for name, (flags, settings) in grpo.items()]
+    pairs += [("dpo", "", [], {}), ("dpo", ", reference precomputed", [], {"precompute_ref_log_probs": True}),
+              ("reward_model", "", [], {})]
+    for script, name, flags, settings in pairs:
+        if script != "grpo" and args.model != "tiny":
+            continue
+        mine, other = measure(args, "ours", script=script, flags=flags), measure(args, "trl", script=script, **settings)
+        result = {**mine, **{f"trl_{key}": value for key, value in other.items()}}
+        if "seconds" in mine and "seconds" in other:
+            result |= {"time_ratio": mine["seconds"] / other["seconds"], "memory_ratio": mine["peak_mb"] / other["peak_mb"]}
+        yield f"{script}{name}", result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--model", default="tiny", choices=[name for name in SHAPES if name != "logprobs"])
+    parser.add_argument("--only", default="", help="rollout,logprobs,step,trl,race: default all, the last two with --against")
+    parser.add_argument("--against", choices=["trl"])
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--group", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=0, help="new tokens per row (default: 40 for tiny, else 512)")
+    parser.add_argument("--micro_batch_tokens", type=int, default=0)
+    parser.add_argument("--out", default="")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case:
+        case, settings, arguments = json.loads(args.case)
+        torch.set_num_threads(arguments["threads"])
+        transformers.logging.set_verbosity_error()
+        print(json.dumps(globals()[case](argparse.Namespace(**arguments), **settings)))
+        return
+    wanted = args.only.split(",") if args.only else ["rollout", "logprobs", "step"] + (["trl", "race"] if args.against else [])
+    machine = torch.cuda.get_device_name() if args.device == "cuda" else f"{cpu_name()}, {args.threads} threads"
+    results = {"machine": machine, "model": args.model, "torch": torch.__version__}
+    print(f"{machine}; {args.model}; torch {torch.__version__}, transformers {transformers.__version__}")
+
+    def add(name, result):
+        results[name] = result
+        show(name, result)
+    if "rollout" in wanted:
+        for lengths in ("fixed", "ragged"):
+            add(f"rollout, {lengths}", measure(args, "rollout", lengths=lengths))
+    if "logprobs" in wanted:
+        for vocab in (6_400, 151_936):
+            for path in ("ours", "all logits") + (("trl",) if args.against else ()):
+                add(f"logprobs, {vocab:,}, {path}", measure(args, "logprobs", path=path, vocab=vocab))
+            add(f"logprobs, {vocab:,}, difference", measure(args, "logprobs_difference", vocab=vocab))
+    if "step" in wanted:
+        add("step", measure(args, "step", flags=["--kl_coef", "0.04"]))
+    if "trl" in wanted:
+        for name, result in against_trl(args):
+            add(name, result)
+    if "race" in wanted:
+        for who in ("ours", "trl"):
+            add(f"20 s of GRPO, {who}", measure(args, "race", who=who))
+    line = json.dumps(results, ensure_ascii=False)
+    print(line)
+    if args.out:
+        Path(args.out).write_text(line + "\n")
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":")[1].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    import torch
+    import transformers
+    import common
+    main()
