@@ -1964,7 +1964,7 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return values.detach().where(mask, 0).sum() / mask.sum().clamp(min=1)
 
 
-def make_optimizer(model, cfg):
+def make_optimizer(model, cfg, betas=(0.9, 0.999)):
     """AdamW on the trainable parameters; a rate that rises over --warmup_steps updates, then follows --lr_schedule.
 
     Call it after `load_model` has sharded the model, and after `freeze_first_layers`.
@@ -1976,7 +1976,7 @@ def make_optimizer(model, cfg):
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=cfg.lr, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(parameters, lr=cfg.lr, betas=betas, weight_decay=0.0, fused=True)
     updates = cfg.steps * getattr(cfg, "minibatches", 1) * getattr(cfg, "updates_per_batch", 1)
     name = "constant_with_warmup" if cfg.lr_schedule == "constant" else cfg.lr_schedule
     return optimizer, transformers.get_scheduler(name, optimizer, cfg.warmup_steps, updates)
@@ -2015,7 +2015,6 @@ class Run:
         """Check the output directory, join the other ranks, seed. Writes nothing yet."""
         self.script = Path(sys.argv[0]).name
         self.cfg, self.directory = cfg, Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
-        self.flags = dataclasses.asdict(cfg)  # as given: loading may lower --max_prompt_tokens to what the model takes
         self.next_step, self.bad_steps, self.stop_signal = 0, 0, None
         self.check_directory()
         self.open_logger = self.import_logger()
@@ -2108,7 +2107,7 @@ class Run:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
                                 cwd=Path(__file__).parent).stdout.strip() if shutil.which("git") else ""
         (self.directory / "config.json").write_text(json.dumps({
-            "script": self.script, "flags": self.flags, "commit": commit or None,
+            "script": self.script, "flags": dataclasses.asdict(self.cfg), "commit": commit or None,
             "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
                          "transformers": transformers.__version__, "numpy": np.__version__},
             "processes": world_size(), "device": str(self.device)}, indent=2) + "\n")
@@ -2183,7 +2182,7 @@ class Run:
             if self.log:
                 self.log(metrics, step=step)
             self.bar.update(step > 0)
-            shown = {"reward": "reward", "accuracy": "accuracy", "pair_accuracy": "accuracy", "entropy": "entropy",
+            shown = {"reward": "reward", "accuracy": "accuracy", "pair_accuracy": "pairs", "entropy": "entropy",
                      "tokens_per_second": "tok/s"}
             self.bar.set_postfix({short: f"{metrics[name]:.{0 if short == 'tok/s' else 3}f}"
                                   for name, short in shown.items() if name in metrics})
