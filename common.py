@@ -944,12 +944,14 @@ class Batch:
     mask: torch.Tensor
 
 
-def collate_preferences(preferences: list[Preference], pad_id: int, device) -> tuple[Batch, list[list[int]]]:
-    """-> (batch with one row an answer, the row numbers of each preference's answers, best first)."""
+def collate_preferences(preferences: list[Preference], pad_id: int, device):
+    """-> (batch with one row an answer; blocks, the rows of each preference, best first; pairs [num_pairs, 2], rows)."""
     prompts = [p.prompt_ids for p in preferences for _ in p.answer_ids]
     batch = Batch(*collate(prompts, [ids for p in preferences for ids in p.answer_ids], pad_id, device))
     rows = iter(range(len(prompts)))
-    return batch, [[next(rows) for _ in p.answer_ids] for p in preferences]
+    blocks = [[next(rows) for _ in p.answer_ids] for p in preferences]
+    pairs = [(block[i], block[j]) for p, block in zip(preferences, blocks) for i, j in p.pairs]
+    return batch, blocks, torch.tensor(pairs, device=device)
 
 
 # ---------------------------------------------------------------------------------------------------- sampling

@@ -30,6 +30,7 @@ class Config(common.RunConfig):
     temperature: float = flag(1.0, "of sampling, and of every log-prob")
     reward: str = flag("verifier", "the judge of --on_policy and of the evaluation: verifier, FILE.py:FUNCTION or a model")
     format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
+    eval_problems: str = flag("", "problems with answers, to measure greedy accuracy on; arithmetic brings its own")
     beta: float = flag(0.1, "β: how far the policy may leave the reference (paper: 0.1)")
     reference_free: bool = flag(False, "Δ_reference = 0: no reference model")
     label_smoothing: float = flag(0.0, "s: share of pairs taken to be the wrong way round (cDPO)")
@@ -67,47 +68,49 @@ def all_sequence_logprobs(model, batch, blocks, cfg: Config) -> torch.Tensor:
     return common.sum_over_ranks(logprobs)
 
 
-def evaluate(policy, tokenizer, pairs, problems, score, cfg: Config, device) -> dict[str, float]:
+def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, device) -> dict[str, float]:
     """Greedy accuracy on the problems, and how often the implicit reward β(log π − log π_ref) has a pair's order."""
     metrics = common.evaluate(policy, tokenizer, problems, score, cfg)
-    if pairs:
-        batch, blocks = common.collate_preferences(pairs, tokenizer.pad_token_id, device)
-        rewards = (all_sequence_logprobs(policy, batch, blocks, cfg) - reference_logprobs(pairs, device)).view(-1, 2)
-        metrics["eval_pair_accuracy"] = (rewards[:, 0] > rewards[:, 1]).float().mean().item()
+    if preferences:
+        batch, blocks, pairs = common.collate_preferences(preferences, tokenizer.pad_token_id, device)
+        rewards = all_sequence_logprobs(policy, batch, blocks, cfg) - reference_logprobs(preferences, device)  # [N]
+        metrics["eval_pair_accuracy"] = (rewards[pairs[:, 0]] > rewards[pairs[:, 1]]).float().mean().item()
     return metrics
 
 
-def reference_logprobs(pairs, device) -> torch.Tensor:
-    """log π_ref(y|x) [2·pairs], chosen and rejected in turn, as `main` worked them out up front."""
-    return torch.tensor([logprob for pair in pairs for logprob in pair.ref_logprobs], device=device)
+def reference_logprobs(preferences, device) -> torch.Tensor:
+    """log π_ref(y|x) [N] of their answers, as `main` worked them out up front."""
+    return torch.tensor([logprob for preference in preferences for logprob in preference.ref_logprobs], device=device)
 
 
 def main(cfg: Config) -> None:
     run = common.Run(cfg)
     score = common.load_reward(cfg)
-    has_problems = cfg.on_policy or common.is_built_in(cfg.data)  # with answers to judge, or at least to sample for
-    problems, eval_problems = common.read_train_and_eval(cfg) if has_problems else ([], [])
-    pairs, eval_pairs = ([], []) if cfg.on_policy else common.read_train_and_eval_preferences(cfg)
+    problems, eval_problems = common.read_train_and_eval(cfg) if cfg.on_policy or common.is_built_in(cfg.data) else ([], [])
+    if cfg.eval_problems:
+        eval_problems = common.read_problems(cfg.eval_problems, "eval", need_answer=cfg.reward == "verifier")
+    preferences, eval_preferences = ([], []) if cfg.on_policy else common.read_train_and_eval_preferences(cfg)
     policy, tokenizer = common.load_policy(cfg, run.device)
     reference = common.load_reference(cfg, run.device) if cfg.on_policy and not cfg.reference_free else None
     optimizer, schedule = common.make_optimizer(policy, cfg)
-    eval_problems = common.encode_prompts(eval_problems, tokenizer, cfg, "--eval_data")
-    pairs, eval_pairs = (  # of a ranking, all its pairs
-        [pair for preference in common.encode_preferences(preferences, tokenizer, cfg, name) for pair in preference.split()]
-        for preferences, name in ((pairs, "--data"), (eval_pairs, "--eval_data")))
-    data = common.Shuffled(common.encode_prompts(problems, tokenizer, cfg, "--data") if cfg.on_policy else pairs, cfg.seed)
+    eval_problems = common.encode_prompts(eval_problems, tokenizer, cfg, "--eval_problems")
+    eval_preferences = common.encode_preferences(eval_preferences, tokenizer, cfg, "--eval_data")
+    preferences = common.encode_preferences(preferences, tokenizer, cfg, "--data")
+    data = common.Shuffled(
+        common.encode_prompts(problems, tokenizer, cfg, "--data") if cfg.on_policy else
+        [pair for preference in preferences for pair in preference.split()], cfg.seed)  # of a ranking, all its pairs
 
-    # The reference is the policy before its first update: score the pairs once, and keep one model in memory.
-    for pairs in ([] if cfg.on_policy else data.first(cfg.steps * cfg.pairs_per_step), eval_pairs):
-        if pairs:
-            batch, blocks = common.collate_preferences(pairs, tokenizer.pad_token_id, run.device)
+    # The reference is the policy before its first update: score the answers once, and keep one model in memory.
+    for preferences in ([] if cfg.on_policy else data.first(cfg.steps * cfg.pairs_per_step), eval_preferences):
+        if preferences:
+            batch, blocks, _ = common.collate_preferences(preferences, tokenizer.pad_token_id, run.device)
             logprobs = all_sequence_logprobs(None if cfg.reference_free else policy, batch, blocks, cfg).tolist()
-            for pair, (chosen, rejected) in zip(pairs, blocks):
-                pair.ref_logprobs = (logprobs[chosen], logprobs[rejected])
+            for preference, rows in zip(preferences, blocks):
+                preference.ref_logprobs = [logprobs[row] for row in rows]
 
     run.start(data, policy=(policy, optimizer, schedule))
     if run.next_step == 0:
-        run.end_step(0, evaluate(policy, tokenizer, eval_pairs, eval_problems, score, cfg, run.device))
+        run.end_step(0, evaluate(policy, tokenizer, eval_preferences, eval_problems, score, cfg, run.device))
 
     for step in run.steps():
         meter = common.Meter()
@@ -122,9 +125,9 @@ def main(cfg: Config) -> None:
             blocks = [[2 * p + best[p], 2 * p + 1 - best[p]] for p in range(len(drawn)) if rewards[p, 0] != rewards[p, 1]]
             ref_logprobs = all_sequence_logprobs(reference, batch, blocks, cfg)  # [N]
             metrics = {"reward": rewards.mean().item(), "accuracy": correct.float().mean().item(),
-                       "ties": len(drawn) - len(blocks)}
+                       "ties": len(drawn) - len(blocks), "sampled_tokens": int(batch.lengths.sum())}
         else:
-            batch, blocks = common.collate_preferences(drawn, tokenizer.pad_token_id, run.device)
+            batch, blocks, _ = common.collate_preferences(drawn, tokenizer.pad_token_id, run.device)
             ref_logprobs = reference_logprobs(drawn, run.device)  # [N]
 
         # 2. Update: every pair counts 1 / pairs of the step; micro-batches add up, nothing is averaged.
@@ -148,7 +151,7 @@ def main(cfg: Config) -> None:
 
         # 4. Evaluate and save.
         if run.evaluates(step):
-            metrics |= evaluate(policy, tokenizer, eval_pairs, eval_problems, score, cfg, run.device)
+            metrics |= evaluate(policy, tokenizer, eval_preferences, eval_problems, score, cfg, run.device)
         run.end_step(step, metrics)
     run.finish(policy, tokenizer)
 

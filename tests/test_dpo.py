@@ -54,7 +54,7 @@ def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
     pairs = [common.Preference(p, [], [a, b], [], [1.0, 0.0]) for p, a, b in
              (("1+1=?", "2", "31"), ("12+34=?", "46,46", "4"), ("7", "7", "1,2,3,4"))]
     pairs = common.encode_preferences(pairs, tokenizer, cfg, "--data")
-    batch, blocks = common.collate_preferences(pairs, tokenizer.pad_token_id, "cpu")
+    batch, blocks, _ = common.collate_preferences(pairs, tokenizer.pad_token_id, "cpu")
     references = torch.randn(6)
 
     def gradient(add_losses):
