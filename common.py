@@ -1613,7 +1613,7 @@ LONGEST_COMPLETION, LONGEST_ANSWER, LONGEST_LIST, DEEPEST, MOST_BITS = 20_000, 4
 _LINE = re.compile(r"^[ \t]*(?:####|(?:\*\*|#+ )?(?:A:|(?i:(?:final )?answer)\**[ \t]*(?::|\n\s*)))\**[ \t]*(\S.*)",
                    re.M)
 _BRACE = re.compile(r"\\f?box(?:ed)?(?:(?P<box>\s*{)|[ \t]+(?P<bare>[^\s\\${}]+))|(?P<open>{)|(?P<close>})|\\.", re.S)
-_PHRASE = re.compile(r"answer(?: is|:| =)(?: (?:equal to|therefore|thus|simply))?:?\**\s*(?=\S)"
+_PHRASE = re.compile(r"^.*answer(?: is|:| =)(?: (?:equal to|therefore|thus|simply))?:?\**\s*(?=\S)"
                      r"(.*?)(?=$|[.!](?:[\s*]|$)|,? (?:because|since|so) )", re.I | re.M)
 
 
@@ -1684,7 +1684,8 @@ _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, ])\d{3})(?:\1\d{3})*(?![\d,/]
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [
     (r"(?<!\S)\*\*(\S[^*]*)\*\*", r"\1"),  # bold
     (r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|[<>!]=|[$%~;]|[^\x00-\x7f]", lambda way: _SPELLINGS.get(way[0].strip(), way[0])),
-    (r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?", ""), (r"\\text\s*\{\{?([^{}]*)\}?\}", r" \1 "), (r"\s*\{\s*,\s*\}\s*", ","),
+    (r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?", ""), (r"\\text\s*\{\{?([^{}]*)\}?\}", r" \1 "),
+    (r"(?<=\{)\s+|\s+(?=\})", ""), (r"\s*\{,\}\s*", ","),
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["), (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),  # matrices
     (r"\\\\", "],["), (r"&", ","), (r"\\(frac|binom|sqrt|log_)\s*(\w)", r"\\\1{\2}"),  # \frac12
     (r"(\\(?:frac|binom)\{[^{}]*\})\s*(\w)", r"\1{\2}"), (r"\(([A-Z])\)", r"\1"), (r"(?<!log)_\{(\w+)\}", r"_\1"),
@@ -1707,7 +1708,7 @@ def _clean(text: str) -> str:
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
-_RELATION = re.compile("([=<>≤≥≠])")
+_RELATION = re.compile(r"\s*([=<>≤≥≠])\s*")
 
 
 def _same(a: str, b: str, depth: int = 0) -> bool:
@@ -1773,13 +1774,13 @@ def _same_relation(a: list[str], b: list[str], depth: int) -> bool:
     """
     if len(a) == 1 or len(b) == 1:
         (name, *_, sign, value), (plain,) = (a, b) if len(b) == 1 else (b, a)
-        return sign == "=" and bool(re.fullmatch(r"\D*(?:[(_]\d+\)?)?\s*", name)) and _same(value.strip(), plain, depth)
+        return sign == "=" and bool(re.fullmatch(r"\D*(?:[(_]\d+\)?)?\s*", name)) and _same(value, plain, depth)
     mirrored = str.maketrans(">≥", "<≤")
     a, b = ([part.translate(mirrored) for part in side[::-1]] if side[1] in ">≥" else side for side in (a, b))
     if a[1::2] != b[1::2]:
         return False
     if a[:-1] == b[:-1]:
-        return _same(a[-1].strip(), b[-1].strip(), depth)
+        return _same(a[-1], b[-1], depth)
     for i in range(1, len(a), 2):
         gaps, others = (_values(f"({side[i - 1]})-({side[i + 1]})") for side in (a, b))
         if not gaps or not others or not gaps[0] or not others[0]:

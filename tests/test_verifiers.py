@@ -17,7 +17,8 @@ from common import extract_answer, format_reward, is_equivalent
     ("The answer is 42.", "42"), ("The final answer is $\\boxed{5}$.", "5"), ("18 apples are left.", None),
     ("", None), (None, None), ("Final Answer: The final answer is $5$. I hope it is correct.", "$5$"),
     ("**The answer is 5.**", "5"), ("The answer is not clear. The answer is 6 because 5+1=6.", "6"),
-    ("So the answer is:\n\n$5.50", "$5.50"), ("Answer: Let us see.\n2+2=4\n#### 4", "4"),
+    ("The answer is 5 apples, and the final answer is 6.", "6"), ("So the answer is:\n\n$5.50", "$5.50"),
+    ("Answer: Let us see.\n2+2=4\n#### 4", "4"),
     ("#### 3\nWait.\n#### 4", "4"), ("**Final Answer**\n\n\\[ \\boxed{5} \\]", "5"),
     ("\\boxed{1}, then \\boxed{x = \\boxed{2}}", "2"), ("## Final Answer\n\n4", "4"), ("\\boxed 5", "5")])
 def test_the_last_answer_is_extracted(text, answer):
@@ -59,7 +60,8 @@ SAME = [
     ("x \\in \\{2,3\\}", "x=2, x=3"), ("(1,2),(3,4)", "(3, 4) and (1, 2)"), ("(x,y)=(1,2)", "(1,2)"),
     ("\\{\\{1,2\\}\\}", "\\{\\{1, 2\\}\\}"), ("3\\mp\\sqrt2", "3\\pm\\sqrt2"),
     ("\\left[\\begin{array}{cc}1&2\\end{array}\\right]", "\\begin{bmatrix}1&4/2\\\\\\end{bmatrix}"),
-    ("-2 < x < 3", "3 > x > -2"), ("y = 2x+3", "2x - y + 3 = 0"), ("x<3", "2x<6"), ("2 : 1", "2:1"), ("x>2", "2<x"),
+    ("-2 < x < 3", "3 > x > -2"), ("y = 2x+3", "2x - y + 3 = 0"), ("x<3", "2x<6"), ("S = \\{1,2\\}", "S=\\{2,1\\}"),
+    ("2 : 1", "2:1"), ("x>2", "2<x"),
     ("2x+4y=6", "x+2y=3"), ("1010_2", "1010_{2}"), ("3:30", "3:30")]
 
 
