@@ -279,6 +279,8 @@ def on_main_rank_first(work):
 
 def load_tokenizer(name: str, trust_remote_code: bool = False):
     """The tokenizer of a directory or hub id, with a pad token (EOS where it has none: masks come from positions)."""
+    if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
+        raise UserError(f"--model {name}: no such directory")
     with one_line_errors(f"--model {name}: no tokenizer there"):
         # Where a directory brings a generic tokenizer, its tokenizer.json is the truth. AutoTokenizer would put that of
         # the architecture in its place for some model types (Qwen2's among them), and split the text another way.

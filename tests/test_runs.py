@@ -85,7 +85,7 @@ def test_bad_rows(fails, tmp_path, content, message):
     (["--data", "arithmetic:x"], "arithmetic:DIGITS"),
     (["--data", "someone/dataset"], "pip install datasets"),
     (["--max_prompt_tokens", 2], "no rows left"),
-    (["--model", "nowhere/at-all"], "--model nowhere/at-all"),
+    (["--model", "nowhere/at-all"], "--model nowhere/at-all"), (["--model", "./nowhere"], "./nowhere: no such directory"),
     (["--group_size", 1], "--group_size 1: must be at least 2"),
     (["--steps", 0], "--steps 0: must be at least 1"), (["--prompts_per_step", -3], "--prompts_per_step -3"),
     (["--max_new_tokens", 0], "--max_new_tokens 0"), (["--lr", "nan"], "--lr nan"), (["--lr", "fast"], "--lr"),
