@@ -217,7 +217,7 @@ def keep_freed_memory() -> None:
     the next tensor touches it: an eighth of a step of the tiny model."""
     with contextlib.suppress(AttributeError, OSError):  # another libc
         libc, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = ctypes.CDLL(None), -1, -3
-        libc.mallopt(M_MMAP_THRESHOLD, 2 ** 25)
+        libc.mallopt(M_MMAP_THRESHOLD, 2 ** 25)  # above 32 MB it would fragment: 5 GB for 1 at large vocabularies
         libc.mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
 
 
@@ -1333,7 +1333,7 @@ def sliced_logprobs(model, input_ids, attention_mask, T, temperature):
     hidden, cells = completion_hidden(model, input_ids, attention_mask, T)
     targets = input_ids[:, input_ids.shape[1] - T:][cells]
     size = max(1, HEAD_SLICE // model.config.get_text_config().vocab_size)
-    slices = [recompute_in_backward(one_slice, h, y, use_reentrant=False)
+    slices = [(recompute_in_backward(one_slice, h, y, use_reentrant=False) if len(hidden) > size else one_slice(h, y))
               for h, y in zip(hidden.split(size), targets.split(size))]
     empty = torch.zeros(len(input_ids), T, device=hidden.device)
     logprobs, entropy = (torch.cat(values) for values in zip(*slices))
@@ -1353,10 +1353,36 @@ def unsliced_logprobs(model, input_ids, attention_mask, T, temperature):
 
 def logits_to_logprobs(logits, targets, temperature):
     """logits [n, V], targets [n] -> log-probability of the target [n], entropy of the distribution [n]."""
-    if temperature != 1.0:
-        logits = logits / temperature
-    normalizer = logits.logsumexp(-1)
-    return logits.gather(-1, targets[:, None])[:, 0] - normalizer, normalizer - (logits.softmax(-1) * logits).sum(-1)
+    return TargetLogprobs.apply(logits / temperature if temperature != 1.0 else logits, targets)
+
+
+class TargetLogprobs(torch.autograd.Function):
+    """What plain operations would give, with two tensors of [n, V] in the backward pass rather than five.
+
+    With p the probabilities and H their entropy,  ∂ log p_y / ∂ logit_v = 1[v = y] − p_v  and
+    ∂H / ∂ logit_v = −p_v (log p_v + H).
+    """
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        ctx.set_materialize_grads(False)
+        logp = logits.log_softmax(-1)
+        entropy = -torch.bmm(logp.exp()[:, None], logp[:, :, None])[:, 0, 0]  # −Σ p log p
+        ctx.save_for_backward(logp, targets, entropy)
+        return logp.gather(-1, targets[:, None])[:, 0], entropy
+
+    @staticmethod
+    def backward(ctx, grad, grad_entropy):
+        logp, targets, entropy = ctx.saved_tensors
+        out = logp.exp()
+        if grad_entropy is not None:
+            factor = logp.add_(entropy[:, None]).mul_(grad_entropy[:, None])  # logp is nobody else's
+            out = out.mul_(factor if grad is None else factor.add_(grad[:, None])).neg_()
+        else:
+            out = out.mul_(-grad[:, None])
+        if grad is not None:
+            out.scatter_add_(-1, targets[:, None], grad[:, None])
+        return out, None
 
 
 def takes_position_ids(model) -> bool:
@@ -1440,13 +1466,17 @@ def rollout_logprobs(model, rollout: Rollout, minibatches, max_tokens: int, temp
     return out
 
 
+MAX_PADDING = 0.08  # of a micro-batch, unless it is below a quarter of --micro_batch_tokens
+
+
 def micro_batches(batch, blocks: list, max_tokens: int):
     """Deal the sequences of one optimizer step into micro-batches; yield this rank's.
 
     batch: a Rollout, or anything with its input_ids, attention_mask and mask. blocks: row numbers, or lists of row
     numbers that must stay together (the two answers of a pair). Yields (rows [B], input_ids [B, L+T],
     attention_mask [B, L+T], T), trimmed to the longest prompt and completion among them, at most `max_tokens` padded
-    tokens unless a single block has more. Sorted by length, so that little padding is computed.
+    tokens unless a single block has more. Sorted by length, so that little padding is computed; one that is not tiny
+    is closed early where the next block would make too much of it padding.
 
     Every rank yields the same number: FSDP's gradient reduction waits for all. Where there are fewer blocks than
     ranks, one yields a block again, with T = 0: give it no weight.
@@ -1458,9 +1488,13 @@ def micro_batches(batch, blocks: list, max_tokens: int):
     def size(rows):
         return len(rows) * (max(prompt[row] for row in rows) + max(completion[row] for row in rows))
 
+    def padding(rows):  # share of what is computed for nothing
+        return 1 - sum(total[row] for row in rows) / len(rows) / max(total[row] for row in rows)
+
     dealt = []  # lists of blocks
     for block in sorted(blocks, key=lambda block: -max(total[row] for row in block)):
-        if dealt and size([row for b in [*dealt[-1], block] for row in b]) <= max_tokens:
+        rows = [row for b in [*(dealt[-1] if dealt else []), block] for row in b]
+        if dealt and (size(rows) <= max_tokens / 4 or size(rows) <= max_tokens and padding(rows) <= MAX_PADDING):
             dealt[-1].append(block)
         else:
             dealt.append([block])

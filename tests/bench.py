@@ -149,10 +149,10 @@ def rollout(args, lengths: str, greedy_check: int = 32) -> dict:
     P, G, device = args.prompts, args.group, args.device
     T = args.tokens or (512 if args.model != "tiny" else 40 if lengths == "fixed" else 256)
     mean = T if lengths == "fixed" else T / 8
-    model = random_model(args.model, device, vocab=6400 if args.model == "tiny" else None,
-                         dtype=torch.bfloat16 if device == "cuda" else None).eval()
+    common.setup_device()
+    model = random_model(args.model, device, dtype=torch.bfloat16 if device == "cuda" else None).eval()
     V = model.config.vocab_size
-    ends = [] if lengths == "fixed" else list(range(V - round(V / mean), V))
+    ends = [] if lengths == "fixed" else list(range(V - max(1, round(V / mean)), V))
     model.generation_config.eos_token_id = ends or None
     tokenizer = types.SimpleNamespace(pad_token_id=0, eos_token_id=None if not ends else ends[0],
                                       batch_decode=lambda rows, **_: [""] * len(rows))
@@ -202,9 +202,8 @@ def rollout(args, lengths: str, greedy_check: int = 32) -> dict:
 
 def logprobs_inputs(args, vocab: int):
     """16 sequences of 32 + 256 tokens through a small body; weights that make a scalar of the log-probs."""
-    model = random_model("logprobs" if args.model == "tiny" else args.model, args.device, vocab)
-    if args.device == "cuda":
-        model = common.shard(model, common.setup_device())
+    device = common.setup_device()
+    model = common.shard(random_model("logprobs" if args.model == "tiny" else args.model, args.device, vocab), device)
     ids = torch.randint(2, vocab, (16, 32 + 256), device=args.device)
     return model, ids, torch.ones_like(ids), torch.randn(16, 256, device=args.device)
 

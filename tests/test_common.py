@@ -88,7 +88,7 @@ def test_the_gradient_is_that_of_full_logits_for_any_slice_size(monkeypatch):
     expected = gradient(common.unsliced_logprobs)
     for logits_at_a_time in (1, 5 * len(tokenizer), 2 ** 25):  # one token, five, all
         monkeypatch.setattr(common, "HEAD_SLICE", logits_at_a_time)
-        torch.testing.assert_close(gradient(common.sliced_logprobs), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradient(common.sliced_logprobs), expected, rtol=1e-4, atol=1e-4)  # of up to 40
 
 
 # ------------------------------------------------------------------------------------------------- micro-batches
@@ -143,6 +143,38 @@ def test_greedy_output_is_that_of_generate(architecture, changes):
     for p in range(3):
         for g in range(2):
             assert rollout.input_ids[2 * p + g].tolist() == expected[p].tolist()
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "GPT2", "Mistral", "Gemma2"])
+def test_the_step_that_cuda_captures_samples_the_same(architecture, monkeypatch):
+    """Its static buffers and masks, run without a capture: rows that leave, widths that are outgrown, padding."""
+    model, tokenizer = random_model(architecture)
+    steps, on_cuda = [], common.GraphStep.__call__
+    monkeypatch.setattr(common.GraphStep, "__call__", lambda self, *a: (steps.append(self), on_cuda(self, *a))[1])
+
+    def draw(temperature):
+        torch.manual_seed(5)
+        return common.sample(model, tokenizer, PROMPTS, 8, 90, temperature, greedy=temperature == 0).input_ids
+    expected = [draw(temperature) for temperature in (0, 1.3)]
+    assert not steps
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # as on CUDA: columns to come are read, with weight 0
+    monkeypatch.setattr(common, "can_use_graph", lambda model, cache: model.config._attn_implementation == "sdpa" and all(
+        isinstance(layer, common.RoomyLayer) for layer in cache.layers))
+    assert all(torch.equal(draw(temperature), ids) for temperature, ids in zip((0, 1.3), expected))
+    if architecture in ("Qwen2", "Llama", "GPT2"):
+        assert len({step.width for step in steps}) > 1 and len({len(step.ids) for step in steps}) > 1
+
+
+def test_hooks_come_back_after_a_capture():
+    model, _ = random_model("Qwen2")
+    calls = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    ids = torch.ones(1, 3, dtype=torch.long)
+    with common.without_hooks(model):
+        model(ids)
+    assert not calls
+    model(ids)
+    assert calls == [1]
 
 
 def test_sampled_frequencies_are_the_tempered_softmax():
