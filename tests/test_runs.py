@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -306,6 +307,21 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch, whole_run
     with pytest.raises(common.TrainingFailed, match="No space left on device.*step-000000 is intact"):
         common.Run.save_checkpoint(run)
     assert [path.name for path in run.checkpoints()] == ["step-000000"]
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo", "reward_model"])
+def test_gradient_checkpointing_changes_nothing_and_frozen_layers_stay(script, small, whole_run, tmp_path):
+    """`--freeze_layers 0.4` of the tiny model's three layers is the first one."""
+    for name, flags in (("recomputed", ["--gradient_checkpointing"]), ("frozen", ["--freeze_layers", 0.4])):
+        done = run_script(*small(script), "--steps", 1, "--warmup_steps", 0, *flags, "--output_dir", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+    plain, recomputed = read_metrics(whole_run(script))[1], read_metrics(tmp_path / "recomputed")[1]
+    for key in ("loss", "grad_norm"):
+        assert recomputed[key] == pytest.approx(plain[key], rel=1e-4, abs=1e-6)
+    before = load_file(Path(common.build_tiny_model("arithmetic")) / "model.safetensors")
+    after = load_file(tmp_path / "frozen" / "model" / "model.safetensors")
+    moved = {name.split("layers.")[1][0] for name in before if "layers." in name and not torch.equal(before[name], after[name])}
+    assert moved == {"1", "2"}
 
 
 # ---------------------------------------------------------------------------------------------- several processes
