@@ -26,7 +26,7 @@ class Config(common.RunConfig):
     pairs_per_step: int = flag(12, "rows per update: pairs, or rankings with all their pairs (InstructGPT: 64 rankings)")
     max_completion_tokens: int = flag(1024, "answers are cut here, and then end without EOS")
     center_coef: float = flag(0.0, "weight of the mean squared score, which keeps scores near 0 (0.01 in arXiv:2312.09244)")
-    lr: float = flag(4e-4, "learning rate: 1e-5 for a real model (InstructGPT: 9e-6)")
+    lr: float = flag(3e-4, "learning rate: 1e-5 for a real model (InstructGPT: 9e-6)")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "after the warm-up (InstructGPT: cosine)")
     warmup_steps: int = flag(10, "updates of linear warm-up")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")

@@ -354,6 +354,15 @@ def trl_arguments(args, folder: str, **more) -> dict:
                 dataloader_pin_memory=args.device == "cuda", **more)
 
 
+def pairs_file() -> Path:
+    """A pair of each built-in ranking: {"prompt", "chosen", "rejected"}, for both sides."""
+    path = Path("runs") / "bench-pairs.jsonl"
+    rankings = [json.loads(line) for line in open(common.build_tiny_preferences("arithmetic", "train"))]
+    path.write_text("".join(json.dumps({"prompt": row["prompt"], "chosen": row["responses"][0],
+                                        "rejected": row["responses"][-1]}) + "\n" for row in rankings))
+    return path
+
+
 def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0.0, tick=None, **more) -> dict:
     """The same step through TRL's trainer: its optimizer steps per rollout batch are one step here."""
     from datasets import Dataset
@@ -379,8 +388,7 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
             num_iterations=updates, num_generations=args.group, temperature=1.0, beta=kl, loss_type="grpo",
             max_completion_length=args.tokens or (40 if args.model == "tiny" else 512)))
     else:
-        pairs = [json.loads(line) for line in open(common.build_tiny_preferences("arithmetic", "train"))]
-        data, extra = [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in pairs], {}
+        data, extra = [json.loads(line) for line in open(pairs_file())], {}
         kind = {"dpo": library.DPOTrainer, "reward_model": library.RewardTrainer}[script]
         config = {"dpo": library.DPOConfig, "reward_model": library.RewardConfig}[script](
             **trl_arguments(args, tempfile.mkdtemp(), per_device_train_batch_size=64, **more))
@@ -439,8 +447,9 @@ def against_trl(args):
             ", μ = 2": (["--updates_per_batch", "2"], {"updates": 2}), ", KL": (["--kl_coef", "0.04"], {"kl": 0.04})}
     pairs = [("grpo", name, [*("--kl_coef 0".split() if name != ", KL" else []), *flags], settings)
              for name, (flags, settings) in grpo.items()]
-    pairs += [("dpo", "", [], {}), ("dpo", ", reference precomputed", [], {"precompute_ref_log_probs": True}),
-              ("reward_model", "", [], {})]
+    own = ["--pairs_per_step", "64", "--data", str(pairs_file())]
+    pairs += [("dpo", "", own, {}), ("dpo", ", reference precomputed", own, {"precompute_ref_log_probs": True}),
+              ("reward_model", "", own, {})]
     for script, name, flags, settings in pairs:
         if script != "grpo" and args.model != "tiny":
             continue
