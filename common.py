@@ -2306,8 +2306,8 @@ class Run:
             set_random_states(state["random"])
         except Exception as error:  # damaged files raise anything, from EOFError to UnpicklingError
             raise UserError(f"--resume: {path} is damaged or of another model: {innermost(error)}") from error
-        if self.next_step > self.cfg.steps:
-            raise UserError(f"--resume: {self.directory} has all its {self.next_step - 1} steps; for more, raise --steps")
+        if self.next_step > self.cfg.steps + 1:  # at + 1 it may have been killed while it wrote model/
+            raise UserError(f"--resume: {self.directory} has done {self.next_step - 1} steps, more than --steps")
 
     def drop_later_lines(self) -> None:
         """Lines of steps that will be done again, written after the checkpoint was."""

@@ -3,6 +3,7 @@ import importlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -242,11 +243,14 @@ def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
     assert changed.returncode == 2 and "--group_size was 2 and is now 4" in changed.stderr
     other = run_script("dr_grpo.py", "--steps", 2, *flags, "--resume")
     assert other.returncode == 2 and "of grpo.py, not of dr_grpo.py" in other.stderr
+    shutil.rmtree(out / "model")  # as if it had been killed before it wrote that
     finished = run_script("grpo.py", "--steps", 1, *flags, "--resume")
+    assert finished.returncode == 0 and (out / "model" / "model.safetensors").exists(), finished.stderr
     assert (out / "metrics.jsonl").read_text() == before
     longer = run_script("grpo.py", "--steps", 2, *flags, "--resume")
     assert longer.returncode == 0 and [m["step"] for m in read_metrics(out)] == [0, 1, 2], longer.stderr
-    assert finished.returncode in (0, 2)
+    shorter = run_script("grpo.py", "--steps", 1, *flags, "--resume")
+    assert shorter.returncode == 2 and "has done 2 steps" in shorter.stderr
 
     [checkpoint] = out.glob("checkpoint/step-*")
     for file in checkpoint.iterdir():
