@@ -323,7 +323,9 @@ def step(args, flags: list[str]) -> dict:
 
     def keep_model(model, *a):
         real["model"] = model
-        real["update tokens"] = real.get("update tokens", 0) + int(a[1].sum())
+        lengths = a[1].sum(1)
+        real["update tokens"] = real.get("update tokens", 0) + int(lengths.sum())
+        real["attended"] = real.get("attended", 0) + int(lengths.square().sum()) / 2  # by all tokens, causally
         return token_logprobs(model, *a)
     grpo.token_logprobs = keep_model
     clock = Clock(args.device, 2, max(args.repeats, 10 if args.model == "tiny" else 3))
@@ -337,8 +339,7 @@ def step(args, flags: list[str]) -> dict:
     result, steps = clock.result(), len(clock.times) - 1 - clock.warmup
     parts = {part: seconds / steps for part, seconds in spent.items()}
     total = (clock.times[-1] - clock.times[clock.warmup]) / steps
-    context = sum(real["tokens"]) / max(1, sum(real["tokens"])) * (args.tokens or 40) / 2
-    flops = 3 * forward_flops(real["model"], real["update tokens"] / steps, context)
+    flops = 3 * forward_flops(real["model"], real["update tokens"] / steps, real["attended"] / real["update tokens"])
     return {**result, **{f"{part}_seconds": seconds for part, seconds in parts.items()},
             "other_seconds": total - sum(parts.values()),
             "padding_share": 1 - sum(real["tokens"]) / sum(real["padded"]),
