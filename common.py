@@ -632,7 +632,7 @@ def read_rows(data: str, split: str) -> tuple[list[dict], list[str]]:
     """(rows, where each stands, for messages) of the built-in data, a JSON-lines file or a hub dataset."""
     if is_built_in(data):
         rows = arithmetic_rows(arithmetic_digits(data), split)
-    elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.exists(data):
+    elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.isfile(data):
         return read_json_lines(Path(data))
     else:
         try:
@@ -903,7 +903,7 @@ def read_train_and_eval_preferences(cfg) -> tuple[list[Preference], list[Prefere
     return read_preferences(cfg.data, "train"), read_preferences(held_out, "eval") if held_out else []
 
 
-SAMPLES_TO_RANK = 8
+PROBLEMS_TO_RANK, SAMPLES_TO_RANK = 4000, 8
 
 
 def build_tiny_preferences(data: str, split: str) -> Path:
@@ -913,14 +913,14 @@ def build_tiny_preferences(data: str, split: str) -> Path:
     all wrong give no row.
     """
     tiny = build_tiny_model(data)
-    recipe = f"{inspect.getsource(build_tiny_preferences)} {SAMPLES_TO_RANK}"
+    recipe = f"{inspect.getsource(build_tiny_preferences)} {PROBLEMS_TO_RANK} {SAMPLES_TO_RANK}"
     directory = Path(f"{tiny}-ranked-{split}-{hashlib.sha256(recipe.encode()).hexdigest()[:6]}")
 
     def build():
         if directory.exists():
             return
         tokenizer, model = load_tokenizer(tiny), AutoModelForCausalLM.from_pretrained(tiny)
-        problems, rows = read_problems(data, split), []
+        problems, rows = read_problems(data, split)[:PROBLEMS_TO_RANK], []
         say(f"sampling answers to {len(problems)} problems from the tiny model (once)")
         with torch.random.fork_rng(devices=[]), alone():
             torch.manual_seed(0)
