@@ -1,9 +1,9 @@
 """What the six training scripts share, in the order in which a script meets it:
 
     command line    flag, RunConfig, launch, UserError
-    processes       setup_device, rank, world_size, gather_objects
-    models          load_tokenizer, load_model, shard, build_tiny_model, save_model
-    data            read_problems, Problems
+    processes       setup_device, rank, world_size, sum_over_ranks, gather_in_order
+    models          load_tokenizer, load_model, shard, save_model; the built-in model and its problems
+    data            read_problems, encode_prompts, Shuffled; read_preferences, collate_preferences
     sampling        sample -> Rollout
     log-probs       token_logprobs, token_values, micro_batches
     rewards         load_reward
@@ -2006,7 +2006,7 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def make_optimizer(model, cfg, betas=(0.9, 0.999)):
     """AdamW on the trainable parameters; a rate that rises over --warmup_steps updates, then follows --lr_schedule.
 
-    Call it after `load_model` has sharded the model, and after `freeze_first_layers`.
+    Call it after `load_model` has sharded the model. It also sets --freeze_layers and --gradient_checkpointing up.
     """
     count = int(cfg.freeze_layers * len(decoder_layers(model)))
     for layer in decoder_layers(model)[:count]:

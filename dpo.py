@@ -62,8 +62,8 @@ def sequence_logprobs(model, input_ids, attention_mask, T: int, temperature: flo
 def all_sequence_logprobs(model, batch, blocks, cfg: Config) -> torch.Tensor:
     """log π(y|x) [N] of every row of the batch, the same on every rank; 0 where the model is None."""
     logprobs = torch.zeros(len(batch.mask), device=batch.mask.device)
-    for rows, input_ids, attention_mask, T in \
-            common.micro_batches(batch, blocks, cfg.micro_batch_tokens) if model is not None else []:
+    blocks = blocks if model is not None else []
+    for rows, input_ids, attention_mask, T in common.micro_batches(batch, blocks, cfg.micro_batch_tokens):
         logprobs[rows] += sequence_logprobs(model, input_ids, attention_mask, T, cfg.temperature)
     return common.sum_over_ranks(logprobs)
 
@@ -102,10 +102,11 @@ def main(cfg: Config) -> None:
 
     # The reference is the policy before its first update: score the answers once, and keep one model in memory.
     for preferences in ([] if cfg.on_policy else data.first(cfg.steps * cfg.pairs_per_step), eval_preferences):
-        if preferences:
-            batch, blocks, _ = common.collate_preferences(preferences, tokenizer.pad_token_id, run.device)
+        for start in range(0, len(preferences), 1000):
+            some = preferences[start:start + 1000]
+            batch, blocks, _ = common.collate_preferences(some, tokenizer.pad_token_id, run.device)
             logprobs = all_sequence_logprobs(None if cfg.reference_free else policy, batch, blocks, cfg).tolist()
-            for preference, rows in zip(preferences, blocks):
+            for preference, rows in zip(some, blocks):
                 preference.ref_logprobs = [logprobs[row] for row in rows]
 
     run.start(data, policy=(policy, optimizer, schedule))
