@@ -569,12 +569,12 @@ def train_tiny_model(digits: int):
         for _ in tqdm(range(WARM_START_STEPS), desc="building the tiny model (once)", leave=False, disable=None):
             prompts = [row["prompt"] for row in draw.choices(rows, k=WARM_START_BATCH)]
             answers = [worked_answer(prompt, draw, CARRY_FORGOTTEN, ANSWER_SLIPPED) for prompt in prompts]
-            input_ids, attention_mask, mask = collate(
+            input_ids, _, mask = collate(
                 [tokenizer.encode(prompt) for prompt in prompts],
                 [tokenizer.encode(answer) + [tokenizer.eos_token_id] for answer in answers], tokenizer.pad_token_id)
-            logprobs, _ = token_logprobs(model, input_ids, attention_mask, mask.shape[1])
-            loss = -(logprobs * mask).sum() / mask.sum()
-            loss.backward()
+            L = input_ids.shape[1] - mask.shape[1]  # the same for all, so nothing is padded on the left
+            labels = F.pad(input_ids[:, L:].where(mask, -100), (L, 0), value=-100)
+            model(input_ids=input_ids, labels=labels).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
@@ -590,7 +590,8 @@ def build_tiny_model(data: str) -> str:
     each writes its own temporary directory and the rename is atomic, so what is there is whole.
     """
     digits = arithmetic_digits(data) if is_built_in(data) else 2
-    recipe = [inspect.getsource(part) for part in (arithmetic_rows, worked_answer, tiny_tokenizer, train_tiny_model)]
+    parts = (arithmetic_rows, worked_answer, tiny_tokenizer, collate, train_tiny_model)
+    recipe = [inspect.getsource(part) for part in parts]
     recipe += [digits, TINY_VOCABULARY, WARM_START_STEPS, WARM_START_BATCH, WARM_START_LR, CARRY_FORGOTTEN,
                ANSWER_SLIPPED, torch.__version__, transformers.__version__]
     directory = Path("runs") / f"tiny-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]}"
@@ -913,8 +914,9 @@ def build_tiny_preferences(data: str, split: str) -> Path:
     all wrong give no row.
     """
     tiny = build_tiny_model(data)
-    recipe = f"{inspect.getsource(build_tiny_preferences)} {PROBLEMS_TO_RANK} {SAMPLES_TO_RANK}"
-    directory = Path(f"{tiny}-ranked-{split}-{hashlib.sha256(recipe.encode()).hexdigest()[:6]}")
+    recipe = [inspect.getsource(part) for part in (build_tiny_preferences, sample, decode, pick_tokens)]
+    recipe += [PROBLEMS_TO_RANK, SAMPLES_TO_RANK]
+    directory = Path(f"{tiny}-ranked-{split}-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:6]}")
 
     def build():
         if directory.exists():

@@ -181,7 +181,7 @@ def main(cfg: Config) -> None:
                     advantages[rows], weights[rows, :T], cfg.clip_low, cfg.clip_high)
                 loss.backward()
                 total_loss += loss.detach()
-                mask = rollout.mask[rows, :T]
+                mask = trained[rows, :T]
                 meter.add(mask.sum(), entropy=common.masked_mean(entropy, mask), **stats)
             meter.add(1, **run.optimizer_step(policy, optimizer, schedule, total_loss))
 

@@ -178,7 +178,7 @@ def main(cfg: Config) -> None:
         # 2. Score.
         rewards, correct = score(batch, rollout)  # [N, 1] each
         if step == 1 and common.is_reward_model(cfg.reward) and cfg.normalize_scores:
-            run.extra |= {"score_mean": rewards.mean().item(), "score_std": rewards.std().item() or 1.0}
+            run.extra |= {"score_mean": rewards.mean().item(), "score_std": rewards.std(correction=0).item() or 1.0}
         rewards = (rewards - run.extra["score_mean"]) / run.extra["score_std"]
         if cfg.missing_eos_score != "none":
             rewards = rewards.where(rollout.finished[:, None], float(cfg.missing_eos_score))

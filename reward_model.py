@@ -22,7 +22,7 @@ from common import flag
 
 @dataclass
 class Config(common.RunConfig):
-    steps: int = flag(800, "updates")
+    steps: int = flag(1000, "updates")
     pairs_per_step: int = flag(12, "rows per update: pairs, or rankings with all their pairs (InstructGPT: 64 rankings)")
     max_completion_tokens: int = flag(1024, "answers are cut here, and then end without EOS")
     center_coef: float = flag(0.0, "weight of the mean squared score, which keeps scores near 0 (0.01 in arXiv:2312.09244)")
