@@ -95,7 +95,7 @@ class RunConfig:
     model: str = flag("tiny", "tiny (built in), a directory, or a hub id")
     data: str = flag("arithmetic", "arithmetic[:DIGITS] (built in), FILE.jsonl[.gz], or a hub id[:CONFIG[:SPLIT]]")
     eval_data: str = flag("", "held-out data, same forms; arithmetic brings its own")
-    system_prompt: str = flag("", "system message for models with a chat template (default: asks for <think>, <answer>)")
+    system_prompt: str = flag("", "system message of a chat template (default: asks for <think> and <answer>)")
     max_prompt_tokens: int = flag(1024, "longer prompts are left out, and counted aloud")
     trust_remote_code: bool = flag(False, "run model code that comes with the checkpoint")
     output_dir: str = flag("", "metrics.jsonl, model/, checkpoint/ and the rest go here (default: runs/SCRIPT)")
@@ -759,8 +759,8 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
     if not kept:
         raise UserError(f"{what}: no rows left: all prompts are empty or longer than {limit} tokens")
     if len(kept) < len(problems):
-        say(f"{what}: left out {len(problems) - len(kept)} of {len(problems)} prompts that are empty or longer than {limit} "
-            "tokens (--max_prompt_tokens, and what the context leaves)")
+        say(f"{what}: left out {len(problems) - len(kept)} of {len(problems)} prompts that are empty or longer than "
+            f"{limit} tokens (--max_prompt_tokens, and what the context leaves)")
     return kept
 
 
@@ -783,7 +783,8 @@ class Shuffled:
 
     def _order(self, epoch: int) -> np.ndarray:
         if getattr(self, "_epoch", None) != epoch:
-            self._epoch, self._permutation = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.items))
+            self._epoch = epoch
+            self._permutation = np.random.default_rng([self.seed, epoch]).permutation(len(self.items))
         return self._permutation
 
 
@@ -812,7 +813,8 @@ class Preference:
     @property
     def pairs(self) -> list[tuple[int, int]]:
         """(better, worse) answer numbers: K(K − 1)/2 of them, less the ties."""
-        return [(i, j) for i, j in itertools.combinations(range(len(self.scores)), 2) if self.scores[i] > self.scores[j]]
+        both = itertools.combinations(range(len(self.scores)), 2)
+        return [(i, j) for i, j in both if self.scores[i] > self.scores[j]]
 
     def split(self) -> list["Preference"]:
         """One preference of two answers for each pair."""
@@ -834,8 +836,8 @@ def split_dialogue(chosen: str, rejected: str) -> tuple[str, str, str]:
 
 def answer_text(answer) -> str:
     """A string, or the chat messages of one assistant turn."""
-    if isinstance(answer, list) and answer and isinstance(answer[-1], dict) and isinstance(answer[-1].get("content"), str):
-        return answer[-1]["content"]
+    if isinstance(answer, list) and answer and isinstance(answer[-1], dict):
+        answer = answer[-1].get("content")
     if not isinstance(answer, str):
         raise ValueError(f"an answer must be a string or chat messages, not {type(answer).__name__}")
     return answer
@@ -860,7 +862,8 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
     if not kept:
         raise UserError(f"{data}: no rows left")
     if len(kept) < len(preferences):
-        say(f"{data}: left out {len(preferences) - len(kept)} of {len(preferences)} rows whose answers are equal or tie")
+        left_out = len(preferences) - len(kept)
+        say(f"{data}: left out {left_out} of {len(preferences)} rows whose answers are equal or tie")
     return kept
 
 
@@ -880,12 +883,14 @@ def read_preference(row: dict) -> Preference | None:
     margin, scores = row.get("margin"), row.get("scores", list(range(len(answers), 0, -1)))
     if not isinstance(margin, (int, float, type(None))):
         raise ValueError(f"margin must be a number, not {type(margin).__name__}")
-    if not isinstance(scores, list) or len(scores) != len(answers) or not all(isinstance(x, (int, float)) for x in scores):
+    numbers = isinstance(scores, list) and all(isinstance(score, (int, float)) for score in scores)
+    if not numbers or len(scores) != len(answers):
         raise ValueError("scores must be as many numbers as there are responses")
     if len(set(answers)) < len(answers) or row.get("tie") or margin == 0 or len(set(scores)) == 1:
         return None
     order = sorted(range(len(answers)), key=lambda i: -scores[i])
-    return Preference(prompt, [], [answers[i] for i in order], [], [float(scores[i]) for i in order], float(margin or 0))
+    answers, scores = [answers[i] for i in order], [float(scores[i]) for i in order]
+    return Preference(prompt, [], answers, [], scores, float(margin or 0))
 
 
 def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str) -> list[Preference]:
@@ -949,7 +954,7 @@ class Batch:
 
 
 def collate_preferences(preferences: list[Preference], pad_id: int, device):
-    """-> (batch with one row an answer; blocks, the rows of each preference, best first; pairs [num_pairs, 2], rows)."""
+    """-> (batch, a row an answer; blocks, the rows of each preference, best first; pairs of rows [num_pairs, 2])."""
     prompts = [p.prompt_ids for p in preferences for _ in p.answer_ids]
     batch = Batch(*collate(prompts, [ids for p in preferences for ids in p.answer_ids], pad_id, device))
     rows = iter(range(len(prompts)))
@@ -1197,7 +1202,7 @@ class GraphStep:
                           past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
 
     def __call__(self, chosen, position, column: int):
-        """Tokens [m] at their positions [m], into this column of the cache -> logits [m, V], good until the next call."""
+        """Tokens [m] at their positions [m], into this column of the cache -> logits [m, V], until the next call."""
         self.ids.copy_(chosen[:, None])
         self.position.copy_(position[:, None])
         self.column.fill_(column)
@@ -1229,7 +1234,7 @@ def capture_step(model, cache, mask, column: int) -> GraphStep | None:
 
 @contextlib.contextmanager
 def without_hooks(model):
-    """FSDP's hooks wait for other streams, which a capture can not hold. All parameters are gathered: none is needed."""
+    """FSDP's hooks wait for other streams, which a capture can not hold. Parameters are gathered: none is needed."""
     names = ("_forward_pre_hooks", "_forward_hooks")
     kept = [(module, name, getattr(module, name)) for module in model.modules() for name in names]
     for module, name, hooks in kept:
@@ -2286,8 +2291,8 @@ class Run:
             on_main_rank_first(publish)
         except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
             kept = self.checkpoints()
-            raise TrainingFailed(f"cannot save to {final.parent}: {innermost(error)}; "
-                                 + (f"{kept[-1].name} is intact" if kept else "there is no earlier checkpoint")) from error
+            left = f"{kept[-1].name} is intact" if kept else "there is no earlier checkpoint"
+            raise TrainingFailed(f"cannot save to {final.parent}: {innermost(error)}; {left}") from error
 
     def load_checkpoint(self) -> None:
         """Fill models, optimizers, schedules, data position and random states from the newest checkpoint."""

@@ -63,7 +63,7 @@ def soft_overlong_penalty(lengths: torch.Tensor, max_new_tokens: int, buffer: in
 
 
 def informative_groups(correct: torch.Tensor) -> torch.Tensor:
-    """correct bool [P, G] -> bool [P]: 0 < Σ correct < G (eq. 11). The others' advantages are 0 (or only about length)."""
+    """correct bool [P, G] -> bool [P]: 0 < Σ correct < G (eq. 11). The others' advantages are 0, or about length."""
     return correct.any(dim=1) & ~correct.all(dim=1)
 
 
@@ -150,7 +150,7 @@ def main(cfg: Config) -> None:
         batch, rollout, rewards, correct = common.join_drawn(drawn, tokenizer.pad_token_id)
         kept = int(informative_groups(correct).sum())
         if len(groups) < cfg.prompts_per_step:
-            common.say(f"step {step}: only {kept} of {len(batch)} groups are informative, {cfg.prompts_per_step} were wanted")
+            common.say(f"step {step}: only {kept} of {len(batch)} groups are informative, of {cfg.prompts_per_step} wanted")
         rewards += soft_overlong_penalty(rollout.lengths, cfg.max_new_tokens, cfg.overlong_buffer).view_as(rewards)
         trained = rollout.mask & (rollout.finished[:, None] | (not cfg.overlong_filtering))  # [N, T] tokens with a loss
 
@@ -162,7 +162,8 @@ def main(cfg: Config) -> None:
         rows = (groups[:, None] * cfg.group_size + torch.arange(cfg.group_size)).flatten()
         minibatches = rows[torch.randperm(len(rows))].tensor_split(cfg.minibatches) if len(rows) else ()
         # The first minibatch is on-policy: there the old log-probs are the new ones, and need no forward pass.
-        old_logprobs = common.rollout_logprobs(policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)
+        old_logprobs = common.rollout_logprobs(
+            policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
 
         for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):
             weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T], 0 outside the minibatch

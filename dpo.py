@@ -28,7 +28,7 @@ class Config(common.RunConfig):
     on_policy: bool = flag(False, "sample two answers to each prompt of --data and let --reward choose")
     max_new_tokens: int = flag(40, "sampled answers are cut here")
     temperature: float = flag(1.0, "of sampling, and of every log-prob")
-    reward: str = flag("verifier", "the judge of --on_policy and of the evaluation: verifier, FILE.py:FUNCTION or a model")
+    reward: str = flag("verifier", "judge of --on_policy and of the evaluation: verifier, FILE.py:FUNCTION or a model")
     format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
     eval_problems: str = flag("", "problems with answers, to measure greedy accuracy on; arithmetic brings its own")
     beta: float = flag(0.1, "β: how far the policy may leave the reference (paper: 0.1)")
@@ -86,7 +86,8 @@ def reference_logprobs(preferences, device) -> torch.Tensor:
 def main(cfg: Config) -> None:
     run = common.Run(cfg)
     score = common.load_reward(cfg)
-    problems, eval_problems = common.read_train_and_eval(cfg) if cfg.on_policy or common.is_built_in(cfg.data) else ([], [])
+    has_problems = cfg.on_policy or common.is_built_in(cfg.data)
+    problems, eval_problems = common.read_train_and_eval(cfg) if has_problems else ([], [])
     if cfg.eval_problems:
         eval_problems = common.read_problems(cfg.eval_problems, "eval", need_answer=cfg.reward == "verifier")
     preferences, eval_preferences = ([], []) if cfg.on_policy else common.read_train_and_eval_preferences(cfg)
@@ -123,7 +124,8 @@ def main(cfg: Config) -> None:
                            cfg.temperature)
             rewards, correct = score(drawn, batch)  # [P, 2] each
             best = rewards.argmax(dim=1).tolist()
-            blocks = [[2 * p + best[p], 2 * p + 1 - best[p]] for p in range(len(drawn)) if rewards[p, 0] != rewards[p, 1]]
+            blocks = [[2 * p + best[p], 2 * p + 1 - best[p]] for p in range(len(drawn))
+                      if rewards[p, 0] != rewards[p, 1]]
             ref_logprobs = all_sequence_logprobs(reference, batch, blocks, cfg)  # [N]
             metrics = {"reward": rewards.mean().item(), "accuracy": correct.float().mean().item(),
                        "ties": len(drawn) - len(blocks), "sampled_tokens": int(batch.lengths.sum())}

@@ -110,7 +110,8 @@ def main(cfg: Config) -> None:
         # 4. Update: micro-batches add up to the gradient of the whole minibatch; nothing is averaged.
         minibatches = torch.randperm(len(advantages)).tensor_split(cfg.minibatches)  # row numbers, shuffled
         # The first minibatch is on-policy: there the old log-probs are the new ones, and need no forward pass.
-        old_logprobs = common.rollout_logprobs(policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)
+        old_logprobs = common.rollout_logprobs(
+            policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
         ref_logprobs = common.rollout_logprobs(reference, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)
 
         for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):

@@ -1,9 +1,9 @@
-"""Reward model (Bradley–Terry; Christiano et al. 2017, arXiv:1706.03741; Ouyang et al. 2022, InstructGPT, arXiv:2203.02155):
+"""Reward model (Bradley–Terry; Christiano et al. 2017, arXiv:1706.03741; InstructGPT, arXiv:2203.02155):
 
     minimize  −log σ(r(x, y⁺) − r(x, y⁻) − margin)                     mean over pairs               (InstructGPT eq. 1)
     ranked    −1/(K(K−1)/2) Σ_{i<j} log σ(r(x, y_i) − r(x, y_j))       all pairs of K answers, each read once
 
-r is a language model with a scalar head, read at the last token. ppo.py takes the result: --reward runs/reward_model/model.
+r is a language model with a scalar head, read at the last token. ppo.py takes the result by --reward DIRECTORY.
 
 Without flags: a reward model for additions, from pairs that the verifier judged. README.md: real models and data.
 
@@ -23,9 +23,9 @@ from common import flag
 @dataclass
 class Config(common.RunConfig):
     steps: int = flag(1000, "updates")
-    pairs_per_step: int = flag(12, "rows per update: pairs, or rankings with all their pairs (InstructGPT: 64 rankings)")
+    pairs_per_step: int = flag(12, "rows per update: pairs, or rankings with all their pairs (InstructGPT: 64)")
     max_completion_tokens: int = flag(1024, "answers are cut here, and then end without EOS")
-    center_coef: float = flag(0.0, "weight of the mean squared score, which keeps scores near 0 (0.01 in arXiv:2312.09244)")
+    center_coef: float = flag(0.0, "weight of the mean squared score, to keep scores near 0 (arXiv:2312.09244: 0.01)")
     lr: float = flag(3e-4, "learning rate: 1e-5 for a real model (InstructGPT: 9e-6)")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "after the warm-up (InstructGPT: cosine)")
     warmup_steps: int = flag(10, "updates of linear warm-up")
@@ -40,7 +40,7 @@ def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.
 
 
 def ranking_loss(rewards: torch.Tensor):
-    """Scores [B, K], best first -> (loss, stats): mean of −log σ(r_i − r_j) over the K(K−1)/2 pairs i < j of each row."""
+    """Scores [B, K], best first -> (loss, stats): mean of −log σ(r_i − r_j) over all K(K−1)/2 pairs i < j of a row."""
     better, worse = torch.triu_indices(rewards.shape[1], rewards.shape[1], offset=1, device=rewards.device)
     return preference_loss(rewards[:, better].flatten(), rewards[:, worse].flatten())
 

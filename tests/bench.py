@@ -112,7 +112,7 @@ def copy_bandwidth(device) -> float:
 
 
 def forward_flops(model, tokens: float, context: float) -> float:
-    """Of `tokens` tokens that each attend to `context` others on average: 2 per weight, 4 per cached width and layer."""
+    """Of `tokens` tokens that each attend to `context` others on average: 2 a weight, 4 a cached width and layer."""
     weights = sum(p.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) for p in [m.weight])
     config = model.config
     return tokens * (2 * weights + 4 * config.num_hidden_layers * config.hidden_size * context)
@@ -262,8 +262,8 @@ def run_script(name: str, flags: list, tick) -> None:
     with tempfile.TemporaryDirectory() as folder:
         sys.argv[0] = f"{name}.py"
         try:
-            script.main(common.parse_config(script.Config, [
-                *flags, "--output_dir", folder, "--steps", "100000", "--save_every", "100000", "--eval_every", "100000"]))
+            forever = [text for flag in ("--steps", "--save_every", "--eval_every") for text in (flag, "100000")]
+            script.main(common.parse_config(script.Config, [*flags, "--output_dir", folder, *forever]))
         except Enough:
             pass
 
@@ -349,8 +349,8 @@ def step(args, flags: list[str]) -> dict:
 # ------------------------------------------------------------------------------------------------------------- TRL
 
 def trl_arguments(args, folder: str, **more) -> dict:
-    return dict(output_dir=folder, max_steps=100_000, learning_rate=1e-4, lr_scheduler_type="constant", max_grad_norm=1.0,
-                optim="adamw_torch_fused", gradient_checkpointing=False, bf16=args.device == "cuda", report_to="none",
+    return dict(output_dir=folder, max_steps=100_000, learning_rate=1e-4, lr_scheduler_type="constant",
+                max_grad_norm=1.0, optim="adamw_torch_fused", gradient_checkpointing=False, bf16=args.device == "cuda", report_to="none",
                 use_cpu=args.device == "cpu", logging_strategy="no", save_strategy="no", disable_tqdm=True,
                 dataloader_pin_memory=args.device == "cuda", **more)
 
@@ -395,7 +395,8 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
             **trl_arguments(args, tempfile.mkdtemp(), per_device_train_batch_size=64, **more))
     cls = transformers.AutoModelForSequenceClassification if script == "reward_model" else \
         transformers.AutoModelForCausalLM
-    model = cls.from_pretrained(directory, dtype=torch.float32, **({"num_labels": 1} if script == "reward_model" else {}))
+    head = {"num_labels": 1} if script == "reward_model" else {}
+    model = cls.from_pretrained(directory, dtype=torch.float32, **head)
     trainer = kind(model=model, args=config, train_dataset=Dataset.from_list(data), processing_class=tokenizer,
                    callbacks=[Ticks()], **extra)
     try:
@@ -429,7 +430,8 @@ def measure(args, case: str, **settings) -> dict:
     """Run one case in a process of its own."""
     print(f"  {case} {settings}", file=sys.stderr, flush=True)
     command = [sys.executable, __file__, "--case", json.dumps([case, settings, vars(args)])]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(args.threads)})
+    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         print(done.stderr[-1500:], file=sys.stderr)
         return {"failed": (done.stderr.strip().splitlines() or ["?"])[-1][:200]}
@@ -457,7 +459,8 @@ def against_trl(args):
         mine, other = measure(args, "ours", script=script, flags=flags), measure(args, "trl", script=script, **settings)
         result = {**mine, **{f"trl_{key}": value for key, value in other.items()}}
         if "seconds" in mine and "seconds" in other:
-            result |= {"time_ratio": mine["seconds"] / other["seconds"], "memory_ratio": mine["peak_mb"] / other["peak_mb"]}
+            result["time_ratio"] = mine["seconds"] / other["seconds"]
+            result["memory_ratio"] = mine["peak_mb"] / other["peak_mb"]
         yield f"{script}{name}", result
 
 
@@ -465,7 +468,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--model", default="tiny", choices=[name for name in SHAPES if name != "logprobs"])
-    parser.add_argument("--only", default="", help="rollout,logprobs,step,trl,race: default all, the last two with --against")
+    parser.add_argument("--only", default="", help="rollout,logprobs,step,trl,race: default all (trl, race: with --against)")
     parser.add_argument("--against", choices=["trl"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=5)
@@ -482,7 +485,8 @@ def main() -> None:
         transformers.logging.set_verbosity_error()
         print(json.dumps(globals()[case](argparse.Namespace(**arguments), **settings)))
         return
-    wanted = args.only.split(",") if args.only else ["rollout", "logprobs", "step"] + (["trl", "race"] if args.against else [])
+    everything = ["rollout", "logprobs", "step"] + (["trl", "race"] if args.against else [])
+    wanted = args.only.split(",") if args.only else everything
     machine = torch.cuda.get_device_name() if args.device == "cuda" else f"{cpu_name()}, {args.threads} threads"
     results = {"machine": machine, "model": args.model, "torch": torch.__version__}
     print(f"{machine}; {args.model}; torch {torch.__version__}, transformers {transformers.__version__}")
