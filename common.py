@@ -236,6 +236,10 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def on_all_ranks(mine: bool) -> bool:
+    return int(sum_over_ranks(torch.tensor(int(mine)))) == world_size()
+
+
 def gather_in_order(mine: list) -> list:
     """Concatenate every rank's list, in rank order: undoes `my_share`."""
     if world_size() == 1:
@@ -1298,26 +1302,54 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     return call_gathered(unsliced_logprobs, model, *arguments)
 
 
-def completion_hidden(model, input_ids, attention_mask, T: int):
-    """Hidden states [n, H] that predict the n real tokens among the last T columns, and their (row, column).
+def hidden_states(model, input_ids, attention_mask, T: int, row, column):
+    """Hidden states [n, H] of rows `row` [n] when they have read their prompt and `column` [n] of their last T tokens.
 
     Each row is shifted left by its padding, so that it begins at column 0 with position 0. What follows a token can
-    not change it in a causal model, so no attention mask is needed and the fast causal kernels run. The last token
-    of the longest row predicts nothing, so its column is left out.
+    not change it in a causal model, so no attention mask is needed and the fast causal kernels run.
     """
-    lengths = attention_mask.sum(1)
-    row, column = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)  # [n] each
-    hidden = base_hidden(model, input_ids, attention_mask, max(1, int(lengths.max()) - 1))
-    prompt = lengths - attention_mask[:, input_ids.shape[1] - T:].sum(1)  # [B]
-    return hidden[row, prompt[row] + column - 1], (row, column)
+    B, L = len(input_ids), input_ids.shape[1] - T
+    prompt = attention_mask[:, :L].sum(1)  # [B] tokens
+    last, width = (int(x.max()) if len(row) else 1 for x in (column, prompt[row] + column))
+    distinct, of = input_ids[:, :L].where(attention_mask[:, :L] > 0, -1).unique(dim=0, return_inverse=True)
+    saves = 0 < last <= T and len(distinct) * L + B * last < 0.9 * B * width and can_share_prompts(model)
+    if on_all_ranks(saves):  # FSDP gathers layer by layer on all of them
+        return read_prompts_once(model, distinct, of, input_ids[:, L:L + last])[row, column]
+    ids = shift_left(input_ids, attention_mask, width)
+    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[row, prompt[row] + column - 1]
 
 
-def base_hidden(model, input_ids, attention_mask, width: int):
-    """[B, width, H] of the rows without their left padding."""
+def shift_left(input_ids, attention_mask, width: int):
+    """The first `width` columns of the rows without their left padding."""
     start = attention_mask.to(torch.int32).argmax(1)  # [B] the first real column
     columns = torch.arange(width, device=input_ids.device) + start[:, None]
-    shifted = input_ids.gather(1, columns.clamp(max=input_ids.shape[1] - 1))
-    return model.base_model(input_ids=shifted, use_cache=False).last_hidden_state
+    return input_ids.gather(1, columns.clamp(max=input_ids.shape[1] - 1))
+
+
+def can_share_prompts(model) -> bool:
+    """Recomputing activations switches the KV cache off; sliding windows and the like keep caches of other kinds."""
+    return (model.config._attn_implementation in ("sdpa", "eager") and takes_position_ids(model)
+            and not (model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()))
+            and all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers))
+
+
+def read_prompts_once(model, prompts, prompt_of, completions):
+    """Hidden states [B, 1+T, H] at the last token of each row's prompt and at its completion's T tokens.
+
+    prompts [U, L], -1 for padding on the left; prompt_of [B], the prompt of each row; completions [B, T]. As in
+    sampling, the KV cache of a prompt is copied to its rows (a group, or the answers of a pair), which go on from
+    there. Gradients flow back through the copies.
+    """
+    (B, T), L, real = completions.shape, prompts.shape[1], prompts >= 0
+    cache = DynamicCache(config=model.config)
+    after_prompt = model.base_model(input_ids=shift_left(prompts.clamp(min=0), real, L), past_key_values=cache,
+                                    use_cache=True).last_hidden_state  # [U, L, H]
+    cache.batch_select_indices(prompt_of)
+    length, columns = real.sum(1)[prompt_of], torch.arange(L + T, device=prompts.device)
+    hidden = model.base_model(
+        input_ids=completions, past_key_values=cache, use_cache=True, position_ids=length[:, None] + columns[:T],
+        attention_mask=((columns < length[:, None]) | (columns >= L)).long()).last_hidden_state  # [B, T, H]
+    return torch.cat([after_prompt[prompt_of, length - 1][:, None], hidden], 1)
 
 
 def head_logits(model, hidden):
@@ -1337,7 +1369,8 @@ def sliced_logprobs(model, input_ids, attention_mask, T, temperature):
     def one_slice(hidden, targets):
         return logits_to_logprobs(head_logits(model, hidden), targets, temperature)
 
-    hidden, cells = completion_hidden(model, input_ids, attention_mask, T)
+    cells = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)  # (row [n], column [n]) of real tokens
+    hidden = hidden_states(model, input_ids, attention_mask, T, *cells)  # what predicts them
     targets = input_ids[:, input_ids.shape[1] - T:][cells]
     size = max(1, HEAD_SLICE // model.config.get_text_config().vocab_size)
     slices = [(recompute_in_backward(one_slice, h, y, use_reentrant=False) if len(hidden) > size else one_slice(h, y))
@@ -1431,23 +1464,25 @@ def token_values(model, input_ids, attention_mask, num_completion_tokens: int):
 
 
 def state_values(model, input_ids, attention_mask, T):
-    hidden, cells = completion_hidden(model, input_ids, attention_mask, T)
+    cells = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)  # (row [n], column [n]) of real tokens
+    hidden = hidden_states(model, input_ids, attention_mask, T, *cells)  # from before they were read
     empty = torch.zeros(len(input_ids), T, device=hidden.device)
     return empty.index_put(cells, model.score(hidden)[:, 0].float())
 
 
-def sequence_scores(model, input_ids, attention_mask):
+def sequence_scores(model, input_ids, attention_mask, num_completion_tokens: int = 0):
     """A sequence classifier's score [B], float32, at the last real token of each row, EOS included.
 
-    By position, not by `ids != pad`: the pad token may be the EOS.
+    By position, not by `ids != pad`: the pad token may be the EOS. What comes before the last `num_completion_tokens`
+    columns is read once for all rows that have it in common.
     """
-    return call_gathered(last_token_scores, model, input_ids, attention_mask)
+    return call_gathered(last_token_scores, model, input_ids, attention_mask, num_completion_tokens)
 
 
-def last_token_scores(model, input_ids, attention_mask):
-    lengths = attention_mask.sum(1)
-    hidden = base_hidden(model, input_ids, attention_mask, int(lengths.max()))
-    return model.score(hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1])[:, 0].float()
+def last_token_scores(model, input_ids, attention_mask, T):
+    row = torch.arange(len(input_ids), device=input_ids.device)
+    read = attention_mask[:, input_ids.shape[1] - T:].sum(1)
+    return model.score(hidden_states(model, input_ids, attention_mask, T, row, read))[:, 0].float()
 
 
 @torch.no_grad()
@@ -1586,7 +1621,7 @@ def load_reward_model(cfg):
         batch = rollout if same_tokens else retokenize(rows_of, rollout, own, cfg.system_prompt)
         rewards = torch.zeros(len(rows_of), device=device)
         for rows, input_ids, attention_mask, T in micro_batches(batch, range(len(rows_of)), cfg.micro_batch_tokens):
-            scores = sequence_scores(model, input_ids, attention_mask)
+            scores = sequence_scores(model, input_ids, attention_mask, T)
             if T > 0:  # else it only keeps step with the other ranks
                 rewards[rows] = scores - shift
         rewards = sum_over_ranks(rewards)

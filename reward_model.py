@@ -22,8 +22,8 @@ from common import flag
 
 @dataclass
 class Config(common.RunConfig):
-    steps: int = flag(1000, "updates")
-    pairs_per_step: int = flag(12, "rows per update: pairs, or rankings with all their pairs (InstructGPT: 64)")
+    steps: int = flag(1500, "updates")
+    pairs_per_step: int = flag(8, "rows per update: pairs, or rankings with all their pairs (InstructGPT: 64)")
     max_completion_tokens: int = flag(1024, "answers are cut here, and then end without EOS")
     center_coef: float = flag(0.0, "weight of the mean squared score, to keep scores near 0 (arXiv:2312.09244: 0.01)")
     lr: float = flag(3e-4, "learning rate: 1e-5 for a real model (InstructGPT: 9e-6)")
@@ -70,7 +70,7 @@ def score_all(model, batch, blocks, cfg: Config) -> torch.Tensor:
     """The scores [N] of all answers of the batch, on every rank."""
     scores = torch.zeros(len(batch.mask), device=batch.mask.device)
     for rows, input_ids, attention_mask, T in common.micro_batches(batch, blocks, cfg.micro_batch_tokens):
-        scores[rows] += common.sequence_scores(model, input_ids, attention_mask) * (T > 0)
+        scores[rows] += common.sequence_scores(model, input_ids, attention_mask, T) * (T > 0)
     return common.sum_over_ranks(scores)
 
 
@@ -111,7 +111,7 @@ def main(cfg: Config) -> None:
         total_loss = torch.zeros((), device=run.device)
         for rows, input_ids, attention_mask, T in common.micro_batches(batch, blocks, cfg.micro_batch_tokens):
             scores = torch.zeros(len(batch.mask), device=run.device).index_put(  # [N], 0 outside the micro-batch
-                (rows,), common.sequence_scores(model, input_ids, attention_mask))
+                (rows,), common.sequence_scores(model, input_ids, attention_mask, T))
             here = torch.isin(better, rows)  # both answers of a pair are in it, or neither
             loss, stats = preference_loss(scores[better[here]], scores[worse[here]], margins[here])
             count = here.sum() * (T > 0)  # T = 0: a rank without rows of its own keeps step with the others

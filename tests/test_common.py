@@ -108,16 +108,42 @@ def test_micro_batches_deal_every_row_once_and_keep_blocks_together(max_tokens):
     assert sorted(seen) == list(range(12))
 
 
+@pytest.mark.parametrize("architecture, can_share", [("Qwen2", True), ("Llama", True), ("GPT2", True), ("Qwen3", True),
+                                                     ("Mistral", False), ("Gemma2", False)])
+def test_a_prompt_is_read_once_for_all_its_completions(architecture, can_share, monkeypatch):
+    """Same log-probs, entropies and gradients as when each row reads its own; sliding windows do read it again."""
+    model, tokenizer = random_model(architecture)
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
+    completions = [torch.randint(3, 20, (n,)).tolist() for n in (4, 7, 2, 5, 6)]
+    input_ids, attention_mask, mask = common.collate([prompts[i] for i in (0, 1, 1, 0, 1)], completions, 0)
+    weights, rows_read, embed = torch.randn(mask.shape) * mask, [], model.get_input_embeddings()
+    embed.register_forward_hook(lambda module, inputs, output: rows_read.append(inputs[0].numel()))
+
+    def run():
+        model.zero_grad()
+        logprobs, entropy = common.token_logprobs(model, input_ids, attention_mask, mask.shape[1])
+        ((logprobs + entropy) * weights).sum().backward()
+        return [logprobs, entropy, *(parameter.grad.clone() for parameter in model.parameters())]
+    run()  # the first call compares heads
+    rows_read.clear()
+    once = run()
+    assert rows_read == ([2 * 5, 5 * 6] if can_share else [5 * 11])  # two prompts of 5 columns; 6 tokens of 5 rows
+    monkeypatch.setattr(common, "can_share_prompts", lambda model: False)
+    for a, b in zip(once, run()):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("ranks, blocks", [(2, 5), (3, 4), (4, 2)])
-def test_every_rank_gets_the_same_number_of_micro_batches(monkeypatch, ranks, blocks):
+def test_every_rank_gets_the_same_number_of_micro_batches(ranks, blocks):
     """FSDP waits for all ranks: with fewer rows than ranks, one runs a row with T = 0, which adds nothing."""
     model, tokenizer = random_model("Qwen2")
     rollout = common.sample(model, tokenizer, PROMPTS, 2, 6)
-    monkeypatch.setattr(common, "world_size", lambda: ranks)
     dealt = []
     for r in range(ranks):
-        monkeypatch.setattr(common, "rank", lambda: r)
-        dealt.append(list(common.micro_batches(rollout, list(range(blocks)), 10_000)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(common, "world_size", lambda: ranks)
+            patch.setattr(common, "rank", lambda: r)
+            dealt.append(list(common.micro_batches(rollout, list(range(blocks)), 10_000)))
     assert len({len(share) for share in dealt}) == 1
     assert sorted(row for share in dealt for rows, *_, T in share if T for row in rows.tolist()) == list(range(blocks))
     for share in dealt:
