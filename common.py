@@ -1283,6 +1283,7 @@ def just_below(threshold: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 # --------------------------------------------------------------------------------------------------- log-probs
 
 HEAD_SLICE = 2 ** 25  # logits (tokens × vocabulary) held at a time: 128 MB in float32
+SHARED_TOKENS = 400   # prompts are read once where that saves so many, and a fifth: else the second pass costs more
 
 
 def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int, temperature: float = 1.0):
@@ -1312,7 +1313,8 @@ def hidden_states(model, input_ids, attention_mask, T: int, row, column):
     prompt = attention_mask[:, :L].sum(1)  # [B] tokens
     last, width = (int(x.max()) if len(row) else 1 for x in (column, prompt[row] + column))
     distinct, of = input_ids[:, :L].where(attention_mask[:, :L] > 0, -1).unique(dim=0, return_inverse=True)
-    saves = 0 < last <= T and len(distinct) * L + B * last < 0.9 * B * width and can_share_prompts(model)
+    saved = B * width - len(distinct) * L - B * last
+    saves = 0 < last <= T and saved > max(B * width / 5, SHARED_TOKENS) and can_share_prompts(model)
     if on_all_ranks(saves):  # FSDP gathers layer by layer on all of them
         return read_prompts_once(model, distinct, of, input_ids[:, L:L + last])[row, column]
     ids = shift_left(input_ids, attention_mask, width)

@@ -112,6 +112,7 @@ def test_micro_batches_deal_every_row_once_and_keep_blocks_together(max_tokens):
                                                      ("Mistral", False), ("Gemma2", False)])
 def test_a_prompt_is_read_once_for_all_its_completions(architecture, can_share, monkeypatch):
     """Same log-probs, entropies and gradients as when each row reads its own; sliding windows do read it again."""
+    monkeypatch.setattr(common, "SHARED_TOKENS", 1)
     model, tokenizer = random_model(architecture)
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
     completions = [torch.randint(3, 20, (n,)).tolist() for n in (4, 7, 2, 5, 6)]
