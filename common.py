@@ -900,10 +900,11 @@ def read_preference(row: dict) -> Preference | None:
 def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str) -> list[Preference]:
     """Fill in the token ids: answers end with EOS, or are cut at --max_completion_tokens and then have none."""
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="")
+    answers = [answer for preference in kept for answer in preference.answers]
+    ids = iter(tokenizer(answers, add_special_tokens=False)["input_ids"] if answers else ())
     for preference in kept:
-        preference.answer_ids = [
-            (tokenizer(answer, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id])
-            [:cfg.max_completion_tokens] for answer in preference.answers]
+        preference.answer_ids = [(next(ids) + [tokenizer.eos_token_id])[:cfg.max_completion_tokens]
+                                 for _ in preference.answers]
     return kept
 
 
@@ -913,7 +914,7 @@ def read_train_and_eval_preferences(cfg) -> tuple[list[Preference], list[Prefere
     return read_preferences(cfg.data, "train"), read_preferences(held_out, "eval") if held_out else []
 
 
-PROBLEMS_TO_RANK, SAMPLES_TO_RANK = 4000, 8
+PROBLEMS_TO_RANK, SAMPLES_TO_RANK = 8000, 4
 
 
 def build_tiny_preferences(data: str, split: str) -> Path:

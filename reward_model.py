@@ -22,8 +22,8 @@ from common import flag
 
 @dataclass
 class Config(common.RunConfig):
-    steps: int = flag(1500, "updates")
-    pairs_per_step: int = flag(8, "rows per update: pairs, or rankings with all their pairs (InstructGPT: 64)")
+    steps: int = flag(1300, "updates")
+    pairs_per_step: int = flag(16, "rows per update: pairs, or rankings with all their pairs (InstructGPT: 64)")
     max_completion_tokens: int = flag(1024, "answers are cut here, and then end without EOS")
     center_coef: float = flag(0.0, "weight of the mean squared score, to keep scores near 0 (arXiv:2312.09244: 0.01)")
     lr: float = flag(3e-4, "learning rate: 1e-5 for a real model (InstructGPT: 9e-6)")
