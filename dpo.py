@@ -74,7 +74,8 @@ def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, devic
     if preferences:
         batch, blocks, pairs = common.collate_preferences(preferences, tokenizer.pad_token_id, device)
         rewards = all_sequence_logprobs(policy, batch, blocks, cfg) - reference_logprobs(preferences, device)  # [N]
-        metrics["eval_pair_accuracy"] = (rewards[pairs[:, 0]] > rewards[pairs[:, 1]]).float().mean().item()
+        better, worse = rewards[pairs].unbind(1)
+        metrics["eval_pair_accuracy"] = torch.heaviside(better - worse, better.new_tensor(0.5)).mean().item()  # tie: ½
     return metrics
 
 
