@@ -1,7 +1,7 @@
 """Speed and memory of what the scripts are made of, and of TRL on the same work. Nothing to download: random weights.
 
     python tests/bench.py [--device cuda] [--model tiny|qwen-0.5b|qwen-1.5b|qwen-7b] [--only rollout,logprobs,step]
-                          [--against trl] [--threads 2] [--out FILE.json]
+                          [--against trl] [--threads 2] [--rounds 3] [--out FILE.json]
 
     rollout   `sample` against `model.generate`: fixed lengths, and ragged ones (ends drawn at random)
     logprobs  forward and backward of `token_logprobs` against all logits at once (and TRL's fused head)
@@ -438,6 +438,12 @@ def measure(args, case: str, **settings) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def medians(results) -> dict:
+    """Of each figure over several measurements; the first failure where there is one."""
+    failed = [result for result in results if "failed" in result]
+    return failed[0] if failed else {key: statistics.median(result[key] for result in results) for key in results[0]}
+
+
 def show(name: str, result: dict) -> None:
     cells = [f"{key} {value:,.3g}" if isinstance(value, float) and abs(value) < 1000 else
              f"{key} {value:,.0f}" if isinstance(value, float) else f"{key} {value}" for key, value in result.items()]
@@ -456,7 +462,9 @@ def against_trl(args):
     for script, name, flags, settings in pairs:
         if script != "grpo" and args.model != "tiny":
             continue
-        mine, other = measure(args, "ours", script=script, flags=flags), measure(args, "trl", script=script, **settings)
+        rounds = [(measure(args, "ours", script=script, flags=flags), measure(args, "trl", script=script, **settings))
+                  for _ in range(args.rounds)]  # in turn, so that a slow minute of the machine slows both
+        mine, other = (medians(side) for side in zip(*rounds))
         result = {**mine, **{f"trl_{key}": value for key, value in other.items()}}
         if "seconds" in mine and "seconds" in other:
             result["time_ratio"] = mine["seconds"] / other["seconds"]
@@ -472,6 +480,7 @@ def main() -> None:
     parser.add_argument("--against", choices=["trl"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3, help="how often TRL and this repository take turns")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=0, help="new tokens per row (default: 40 for tiny, else 512)")
