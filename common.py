@@ -166,11 +166,11 @@ def launch(main, Config) -> None:
     try:
         main(parse_config(Config, sys.argv[1:]))
     except UserError as error:
-        print(f"{script}: error: {error}", file=sys.stderr, flush=True)
+        tqdm.write(f"{script}: error: {error}", file=sys.stderr)  # on a line of its own, whatever bar there is
         sys.exit(error.exit_code)
     except torch.OutOfMemoryError as error:
-        print(f"{script}: error: out of GPU memory {memory_advice(error)} (the last checkpoint is intact): "
-              f"{str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        tqdm.write(f"{script}: error: out of GPU memory {memory_advice(error)} (the last checkpoint is intact): "
+                   f"{str(error).splitlines()[0]}", file=sys.stderr)
         sys.exit(1)
     if world_size() > 1:
         dist.barrier()

@@ -48,6 +48,8 @@ def fails(tmp_path, monkeypatch, capsys):
     """fails(flags) -> the one line on stderr, having checked that the exit code is 2 and that nothing was written."""
     def run(*flags, script="grpo"):
         module = importlib.import_module(script)
+        for optional in ("datasets", "wandb"):
+            monkeypatch.setitem(sys.modules, optional, None)  # as if it were not installed
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, flags)])
         if "--output_dir" not in flags:
             sys.argv += ["--output_dir", str(tmp_path / "out")]
@@ -328,6 +330,19 @@ def test_gradient_checkpointing_changes_nothing_and_frozen_layers_stay(script, s
     assert moved == {"1", "2"}
 
 
+@pytest.mark.parametrize("function, advice", [("sample", "while sampling: lower --prompts_per_step"),
+                                              ("token_logprobs", "lower --micro_batch_tokens")])
+def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp_path, monkeypatch):
+    scope = {"torch": torch}
+    exec(f"def {function}(*args): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')", scope)
+    monkeypatch.setattr(importlib.import_module("grpo"), function, scope[function])
+    done = run_script("grpo.py", "--prompts_per_step", 2, "--output_dir", tmp_path / "run")
+    message, = [line for line in done.stderr.replace("\r", "\n").splitlines() if "error" in line]
+    assert done.returncode == 1 and message.startswith("grpo.py: error: out of GPU memory ")
+    assert advice in message and "checkpoint is intact" in message
+    assert list((tmp_path / "run" / "checkpoint").glob("step-*/state.pt"))
+
+
 # ---------------------------------------------------------------------------------------------- several processes
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -341,6 +356,20 @@ def test_two_processes_give_the_numbers_of_one(script, small, whole_run, tmp_pat
         for name in together.keys() - TIMING:
             assert together[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
     assert (tmp_path / "two" / "model" / "model.safetensors").exists()
+
+
+def test_four_processes_that_read_prompts_once_give_the_numbers_of_one(tmp_path, monkeypatch):
+    """Groups large enough that `read_prompts_once` pays, on each rank as in one process."""
+    calls, read = [], common.read_prompts_once
+    monkeypatch.setattr(common, "read_prompts_once", lambda *a: (calls.append(len(a[3])), read(*a))[1])
+    flags = ["--steps", 1, "--prompts_per_step", 8, "--group_size", 32, "--output_dir"]
+    assert run_script("grpo.py", *flags, tmp_path / "one").returncode == 0 and len(calls) >= 2
+    done = run_script("grpo.py", *flags, tmp_path / "four", processes=4)
+    assert done.returncode == 0, done.stderr
+    one, four = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "four")
+    for alone, together in zip(one, four, strict=True):
+        for name in together.keys() - TIMING:
+            assert together[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
 
 
 def test_a_killed_rank_ends_the_others(tmp_path):
