@@ -391,18 +391,18 @@ def test_a_directory_that_is_no_reward_model_is_refused_by_name(tmp_path, policy
 # ---------------------------------------------------------------------------------------------------- whole runs
 
 def test_a_whole_run_learns_and_its_model_loads(tmp_path):
-    """Six steps: step one is on-policy, the critic is there, accuracy rises, model/ is the policy alone."""
+    """Four steps: step one is on-policy, the critic is there, accuracy rises, model/ is the policy alone."""
     out = tmp_path / "run"
-    done = run_script("ppo.py", "--steps", 6, "--prompts_per_step", 192, "--eval_every", 6, "--output_dir", out)
+    done = run_script("ppo.py", "--steps", 4, "--prompts_per_step", 192, "--eval_every", 4, "--output_dir", out)
     assert done.returncode == 0, done.stderr
     metrics = read_metrics(out)
-    assert [m["step"] for m in metrics] == list(range(7))
+    assert [m["step"] for m in metrics] == list(range(5))
     first = metrics[1]
     assert first["kl"] == 0 and first["explained_variance"] == 0 and first["kl_coef"] == ppo.Config.kl_coef
     assert {"reward", "accuracy", "entropy", "loss", "lr", "grad_norm", "clip_fraction", "completion_length",
             "truncated_fraction", "seconds", "tokens_per_second", "peak_memory_mb", "value_loss", "value_lr",
             "value_grad_norm", "value_clip_fraction"} <= first.keys()
-    assert metrics[0]["eval_accuracy"] <= 0.65 and metrics[6]["eval_accuracy"] >= metrics[0]["eval_accuracy"] + 0.2
+    assert metrics[0]["eval_accuracy"] <= 0.65 and metrics[4]["eval_accuracy"] >= metrics[0]["eval_accuracy"] + 0.2
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "model"), AutoTokenizer.from_pretrained(out / "model")
     rollout = common.sample(model, tokenizer, ["12+34=?"], 1, 40, greedy=True)
     assert rollout.completions[0].startswith("<think>") and rollout.finished.all()
