@@ -117,7 +117,7 @@ class RunConfig:
 LIMITS = {
     **dict.fromkeys("steps prompts_per_step pairs_per_step minibatches updates_per_batch max_new_tokens save_every "
                     "eval_every eval_samples micro_batch_tokens max_prompt_tokens max_bad_steps "
-                    "max_generation_batches".split(), (1, math.inf)),
+                    "max_completion_tokens max_generation_batches".split(), (1, math.inf)),
     **dict.fromkeys("seed warmup_steps overlong_buffer kl_coef kl_target format_reward entropy_coef value_coef lr "
                     "value_lr center_coef".split(), (0, math.inf)),
     **dict.fromkeys("max_grad_norm temperature beta".split(), (1e-8, math.inf)),
@@ -184,10 +184,10 @@ def memory_advice(error: BaseException) -> str:
     if "load_model" in functions:
         return "while loading the model: use more GPUs"
     if "sample" in functions:
-        return "while sampling: lower --prompts_per_step or --max_new_tokens"
+        return "while sampling: start again with fewer --prompts_per_step or --max_new_tokens"
     if "optimizer_step" in functions:
-        return "in the optimizer step: use more GPUs, or --freeze_layers"
-    return "in a forward or backward pass: lower --micro_batch_tokens, or set --gradient_checkpointing"
+        return "in the optimizer step: use more GPUs, or start again with --freeze_layers"
+    return "in a forward or backward pass: --resume with fewer --micro_batch_tokens or --gradient_checkpointing"
 
 
 # --------------------------------------------------------------------------------------------------- processes
@@ -758,7 +758,7 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
             raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}")
         if isinstance(problem.prompt, list):
             problem.prompt = text
-    limit = min(cfg.max_prompt_tokens, tokenizer.model_max_length - getattr(cfg, "max_new_tokens", 0))
+    limit = min(cfg.max_prompt_tokens, tokenizer.model_max_length - getattr(cfg, "max_new_tokens", 1))
     kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= limit]
     if not kept:
         raise UserError(f"{what}: no rows left: all prompts are empty or longer than {limit} tokens")
@@ -811,7 +811,7 @@ class Preference:
     answers: list[str]
     answer_ids: list[list[int]]   # each ends with EOS, unless it was cut
     scores: list[float]           # falling; equal ones are a tie, which makes no pair
-    margin: float = 0.0           # how much better the first is (optional `margin` of a row)
+    margin: float = 0.0           # by how much the better one is better (optional `margin` of a row)
     ref_logprobs: tuple = ()      # of each answer under the reference, where DPO has worked them out
 
     @property
@@ -850,8 +850,8 @@ def answer_text(answer) -> str:
 def read_preferences(data: str, split: str = "train") -> list[Preference]:
     """Rows `prompt`, `chosen`, `rejected`; or whole dialogues without `prompt`; or `prompt`, `responses` (best first).
 
-    `scores` beside `responses` put them in order, and may tie. Not yet encoded. Rows whose answers are equal or all tie
-    (also by `tie`, or a `margin` of 0) teach nothing: they are left out and counted aloud.
+    `scores` beside `responses` put them in order, and may tie. Not yet encoded. Rows whose answers are all equal or all
+    tie (also by `tie`, or a `margin` of 0) teach nothing: they are left out and counted aloud.
     """
     rows, places = read_json_lines(build_tiny_preferences(data, split)) if is_built_in(data) else read_rows(data, split)
     preferences = []
@@ -890,21 +890,25 @@ def read_preference(row: dict) -> Preference | None:
     numbers = isinstance(scores, list) and all(isinstance(score, (int, float)) for score in scores)
     if not numbers or len(scores) != len(answers):
         raise ValueError("scores must be as many numbers as there are responses")
-    if len(set(answers)) < len(answers) or row.get("tie") or margin == 0 or len(set(scores)) == 1:
+    best = {}  # of equal answers the first counts
+    for i in sorted(range(len(answers)), key=lambda i: -scores[i]):
+        best.setdefault(answers[i], float(scores[i]))
+    if row.get("tie") or margin == 0 or len(set(best.values())) == 1:
         return None
-    order = sorted(range(len(answers)), key=lambda i: -scores[i])
-    answers, scores = [answers[i] for i in order], [float(scores[i]) for i in order]
-    return Preference(prompt, [], answers, [], scores, float(margin or 0))
+    return Preference(prompt, [], list(best), [], list(best.values()), float(margin or 0))
 
 
 def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str) -> list[Preference]:
-    """Fill in the token ids: answers end with EOS, or are cut at --max_completion_tokens and then have none."""
+    """Fill in the token ids: answers end with EOS, or are cut and then have none.
+
+    Cut at --max_completion_tokens, and where the model's context ends.
+    """
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="")
     answers = [answer for preference in kept for answer in preference.answers]
     ids = iter(tokenizer(answers, add_special_tokens=False)["input_ids"] if answers else ())
     for preference in kept:
-        preference.answer_ids = [(next(ids) + [tokenizer.eos_token_id])[:cfg.max_completion_tokens]
-                                 for _ in preference.answers]
+        room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
+        preference.answer_ids = [(next(ids) + [tokenizer.eos_token_id])[:room] for _ in preference.answers]
     return kept
 
 
@@ -1041,7 +1045,8 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     model.eval()  # gradient checkpointing would switch the cache off
     with gathered(model):
         mine = torch.tensor(my_share(N), dtype=torch.long, device=device)
-        for rows in mine.split(rows_that_fit(model, prompt_ids.shape[1] + max_new_tokens)):
+        turns = mine.split(rows_that_fit(model, prompt_ids.shape[1] + max_new_tokens)) if len(mine) else ()
+        for rows in turns:
             tokens[rows], lengths[rows] = decode(
                 model, prompt_ids, prompt_mask, rows // group_size, ends, max_new_tokens,
                 None if greedy else uniforms[rows], temperature)
@@ -1573,16 +1578,17 @@ def load_reward(cfg, wrong: float = 0.0):
     def score(problems: list[Problem], rollout: Rollout):
         G = len(rollout.completions) // len(problems)
         rewards, correct = [], []
-        for i in my_share(len(rollout.completions)):
-            problem, completion = problems[i // G], rollout.completions[i]
-            if judge is None:
-                right = is_equivalent(extract_answer(completion), problem.answer)
-                reward = 1.0 if right else wrong
-            else:
-                reward = judge(problem, completion)
-                right = reward > 0
-            rewards.append(reward + cfg.format_reward * format_reward(completion) if cfg.format_reward else reward)
-            correct.append(right)
+        with torch.random.fork_rng(devices=[]):  # whatever a function draws, the ranks must go on drawing alike
+            for i in my_share(len(rollout.completions)):
+                problem, completion = problems[i // G], rollout.completions[i]
+                if judge is None:
+                    right = is_equivalent(extract_answer(completion), problem.answer)
+                    reward = 1.0 if right else wrong
+                else:
+                    reward = judge(problem, completion)
+                    right = reward > 0
+                rewards.append(reward + cfg.format_reward * format_reward(completion) if cfg.format_reward else reward)
+                correct.append(right)
         shape, device = (len(problems), G), rollout.mask.device
         return (torch.tensor(gather_in_order(rewards), dtype=torch.float32, device=device).view(shape),
                 torch.tensor(gather_in_order(correct), dtype=torch.bool, device=device).view(shape))
@@ -1590,7 +1596,7 @@ def load_reward(cfg, wrong: float = 0.0):
 
 
 def is_reward_model(reward: str) -> bool:
-    return os.path.isdir(reward)
+    return reward != "verifier" and os.path.isdir(reward)
 
 
 def load_reward_model(cfg):
@@ -1614,6 +1620,7 @@ def load_reward_model(cfg):
         raise UserError(f"--reward {cfg.reward}: want a sequence classifier with one label, such as reward_model.py "
                         "saves")
     shift = getattr(model.config, "reward_shift", 0.0)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     tokenizer = load_tokenizer(build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model, cfg.trust_remote_code)
     same_tokens = tokenizer.get_vocab() == own.get_vocab()
 
@@ -1622,6 +1629,9 @@ def load_reward_model(cfg):
         shape = (len(problems), len(rollout.completions) // len(problems))
         rows_of = [problem for problem in problems for _ in range(shape[1])]  # [N]
         batch = rollout if same_tokens else retokenize(rows_of, rollout, own, cfg.system_prompt)
+        if (longest := int(batch.attention_mask.sum(1).max())) > context:
+            raise UserError(f"--reward {cfg.reward}: its context is {context} tokens, and a completion with its prompt "
+                            f"has {longest}")
         rewards = torch.zeros(len(rows_of), device=device)
         for rows, input_ids, attention_mask, T in micro_batches(batch, range(len(rows_of)), cfg.micro_batch_tokens):
             scores = sequence_scores(model, input_ids, attention_mask, T)
@@ -2090,7 +2100,8 @@ class Run:
     """One run's directory, log, checkpoints and signals: everything around the loop that is not the algorithm."""
 
     # flags that may differ between a run and its continuation
-    MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "micro_batch_tokens"}
+    MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "eval_every", "eval_samples",
+                  "max_bad_steps", "micro_batch_tokens", "gradient_checkpointing"}
 
     bad_model = None  # the one whose update was skipped last
     extra = {}        # numbers that a script keeps across --resume: assigned before `start`
@@ -2239,8 +2250,8 @@ class Run:
         optimizer.zero_grad(set_to_none=True)
         if self.bad_steps >= self.cfg.max_bad_steps:
             self.save_checkpoint()
-            raise TrainingFailed(f"{self.bad_steps} updates in a row had a non-finite loss or gradient; saved. Lower "
-                                 "--lr, or look at the data and the reward")
+            raise TrainingFailed(f"{self.bad_steps} updates in a row had a non-finite loss or gradient; saved. Look at "
+                                 "the data and the reward, or start again with a lower --lr")
         return {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def evaluates(self, step: int) -> bool:
@@ -2359,15 +2370,17 @@ class Run:
         for name in ("metrics.jsonl", "samples.jsonl"):
             path = self.directory / name
             if path.exists():
-                lines = [line for line in path.read_text().splitlines() if line.endswith("}")]  # the last may be cut
-                kept = [line for line in lines if json.loads(line)["step"] < self.next_step]
+                kept = []
+                for line in path.read_text().splitlines():
+                    with contextlib.suppress(ValueError):  # the last may be cut
+                        kept += [line] if json.loads(line)["step"] < self.next_step else []
                 temporary = path.with_suffix(".tmp")
                 temporary.write_text("".join(line + "\n" for line in kept))
                 os.replace(temporary, path)
 
 
 def random_states() -> dict:
-    """Python's, NumPy's and torch's; the same on every rank. Reward functions may use any of them."""
+    """Rank 0's, of Python, NumPy and torch. (Scripts draw from torch's alone, alike on every rank.)"""
     kind, keys, *rest = np.random.get_state()
     return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest], "torch": torch.get_rng_state()}
 

@@ -30,7 +30,8 @@ class Config(common.RunConfig):
     group_size: int = flag(16, "G: completions per prompt (paper: 16)")
     max_new_tokens: int = flag(40, "T: completions are cut here (paper: 20,480)")
     temperature: float = flag(1.0, "of sampling, and of every log-prob")
-    reward: str = flag("verifier", "verifier, or FILE.py:FUNCTION called with (prompt, completion, row)")
+    reward: str = flag("verifier", "verifier, FILE.py:FUNCTION called with (prompt, completion, row), or the directory "
+                                   "of a reward model")
     format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
     dynamic_sampling: bool = flag(True, "sample until there are P groups with 0 < correct < G")
     max_generation_batches: int = flag(10, "at most so many times; then the step makes do with what it has")
@@ -150,7 +151,7 @@ def main(cfg: Config) -> None:
         batch, rollout, rewards, correct = common.join_drawn(drawn, tokenizer.pad_token_id)
         kept = int(informative_groups(correct).sum())
         if len(groups) < cfg.prompts_per_step:
-            common.say(f"step {step}: only {kept} of {len(batch)} groups are informative, of {cfg.prompts_per_step} wanted")
+            common.say(f"step {step}: only {kept} of {len(batch)} groups are informative, {cfg.prompts_per_step} wanted")
         rewards += soft_overlong_penalty(rollout.lengths, cfg.max_new_tokens, cfg.overlong_buffer).view_as(rewards)
         trained = rollout.mask & (rollout.finished[:, None] | (not cfg.overlong_filtering))  # [N, T] tokens with a loss
 

@@ -87,10 +87,9 @@ def reference_logprobs(preferences, device) -> torch.Tensor:
 def main(cfg: Config) -> None:
     run = common.Run(cfg)
     score = common.load_reward(cfg)
-    has_problems = cfg.on_policy or common.is_built_in(cfg.data)
-    problems, eval_problems = common.read_train_and_eval(cfg) if has_problems else ([], [])
-    if cfg.eval_problems:
-        eval_problems = common.read_problems(cfg.eval_problems, "eval", need_answer=cfg.reward == "verifier")
+    problems, eval_problems = common.read_train_and_eval(cfg) if cfg.on_policy else ([], [])
+    if held_out := cfg.eval_problems or (cfg.data if common.is_built_in(cfg.data) and not cfg.on_policy else ""):
+        eval_problems = common.read_problems(held_out, "eval", need_answer=cfg.reward == "verifier")
     preferences, eval_preferences = ([], []) if cfg.on_policy else common.read_train_and_eval_preferences(cfg)
     policy, tokenizer = common.load_policy(cfg, run.device)
     reference = common.load_reference(cfg, run.device) if cfg.on_policy and not cfg.reference_free else None

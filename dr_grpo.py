@@ -21,11 +21,12 @@ from common import flag, sample, token_logprobs
 @dataclass
 class Config(common.RunConfig):
     steps: int = flag(60, "rollout batches")
-    prompts_per_step: int = flag(16, "P: prompts per rollout batch (paper: 16 at a time, 1,024 completions)")
-    group_size: int = flag(16, "G: completions per prompt (paper: 64)")
-    max_new_tokens: int = flag(40, "T: completions are cut here (paper: 1,024)")
+    prompts_per_step: int = flag(16, "P: prompts per rollout batch (authors' script: 128)")
+    group_size: int = flag(16, "G: completions per prompt (authors' script: 8)")
+    max_new_tokens: int = flag(40, "T: completions are cut here (authors' script: 3,000)")
     temperature: float = flag(1.0, "of sampling, and of every log-prob")
-    reward: str = flag("verifier", "verifier, or FILE.py:FUNCTION called with (prompt, completion, row)")
+    reward: str = flag("verifier", "verifier, FILE.py:FUNCTION called with (prompt, completion, row), or the directory "
+                                   "of a reward model")
     format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
     minibatches: int = flag(1, "optimizer steps per pass over the rollout batch")
     updates_per_batch: int = flag(1, "μ: passes over the rollout batch (paper: 1)")

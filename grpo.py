@@ -1,7 +1,7 @@
 """GRPO, Group Relative Policy Optimization (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300):
 
     maximize  1/N Σ_i 1/|o_i| Σ_t  min(ρ Â, clip(ρ, 1 − ε, 1 + ε) Â) − β·KL(π‖π_ref)         (eq. 3)
-    with      ρ_{i,t} = π(o_{i,t}) / π_old(o_{i,t})       Â_i = (R_i − mean(R)) / std(R) over the G completions of a prompt
+    with      ρ_{i,t} = π(o_{i,t}) / π_old(o_{i,t}),    Â_i = (R_i − mean(R)) / std(R) over the G of a prompt
               KL = π_ref/π − log(π_ref/π) − 1             (eq. 4, "k3")
 
 No critic: a completion is judged against the other completions of its prompt.
@@ -25,7 +25,8 @@ class Config(common.RunConfig):
     group_size: int = flag(16, "G: completions per prompt (paper: 64)")
     max_new_tokens: int = flag(40, "T: completions are cut here (paper: 1,024)")
     temperature: float = flag(1.0, "of sampling, and of every log-prob")
-    reward: str = flag("verifier", "verifier, or FILE.py:FUNCTION called with (prompt, completion, row)")
+    reward: str = flag("verifier", "verifier, FILE.py:FUNCTION called with (prompt, completion, row), or the directory "
+                                   "of a reward model")
     format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
     divide_by_std: bool = flag(True, "advantage (R − mean)/std, the paper's; --no_divide_by_std: R − mean")
     minibatches: int = flag(1, "optimizer steps per pass over the rollout batch")
@@ -43,7 +44,7 @@ def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch
     Exactly 0 where all rewards of a group are equal, and for a group of one.
     """
     advantages = rewards - rewards.mean(dim=1, keepdim=True)
-    if divide_by_std:  # the sample's, n − 1 (section 4.1.2)
+    if divide_by_std:  # section 4.1.2; here the sample's, n − 1
         advantages = advantages / (rewards.std(dim=1, keepdim=True, correction=min(1, rewards.shape[1] - 1)) + 1e-6)
     equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
     return advantages.masked_fill(equal, 0.0)

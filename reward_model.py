@@ -3,6 +3,8 @@
     minimize  −log σ(r(x, y⁺) − r(x, y⁻) − margin)                     mean over pairs               (InstructGPT eq. 1)
     ranked    −1/(K(K−1)/2) Σ_{i<j} log σ(r(x, y_i) − r(x, y_j))       all pairs of K answers, each read once
 
+An update weighs all its pairs alike: a ranking that gives more of them counts for more.
+
 r is a language model with a scalar head, read at the last token. ppo.py takes the result by --reward DIRECTORY.
 
 Without flags: a reward model for additions, from pairs that the verifier judged. README.md: real models and data.
@@ -25,7 +27,7 @@ class Config(common.RunConfig):
     steps: int = flag(1300, "updates")
     pairs_per_step: int = flag(16, "rows per update: pairs, or rankings with all their pairs (InstructGPT: 64)")
     max_completion_tokens: int = flag(1024, "answers are cut here, and then end without EOS")
-    center_coef: float = flag(0.0, "weight of the mean squared score, to keep scores near 0 (arXiv:2312.09244: 0.01)")
+    center_coef: float = flag(0.0, "weight of (r⁺ + r⁻)², which keeps scores near 0 (arXiv:2312.09244: 0.01)")
     lr: float = flag(3e-4, "learning rate: 1e-5 for a real model (InstructGPT: 9e-6)")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "after the warm-up (InstructGPT: cosine)")
     warmup_steps: int = flag(10, "updates of linear warm-up")
@@ -59,9 +61,14 @@ def calibration_error(differences: torch.Tensor, bins: int = 10) -> float:
 
 
 def pad_unlike_eos(tokenizer) -> int:
-    """The pad id to save. transformers reads the score at the last token that is not padding: that must be the EOS."""
+    """The pad id to save. transformers reads the score at the last token that is not padding: that must be the EOS.
+
+    Another special token, else the last of the vocabulary, which is rare: as pad token it is left out of decoded text.
+    """
     if tokenizer.pad_token_id == tokenizer.eos_token_id:
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0 if tokenizer.eos_token_id != 0 else 1)
+        special = sorted(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+        other = next(i for i in (*special, len(tokenizer) - 1, 0) if i != tokenizer.eos_token_id)
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(other)
     return tokenizer.pad_token_id
 
 
@@ -80,8 +87,9 @@ def evaluate(model, preferences, pad_id: int, cfg: Config, device) -> dict[str, 
         return {}
     batch, blocks, pairs = common.collate_preferences(preferences, pad_id, device)
     better, worse = score_all(model, batch, blocks, cfg)[pairs].unbind(1)
-    return {"eval_pair_accuracy": (better > worse).float().mean().item(), "eval_margin": (better - worse).mean().item(),
-            "eval_calibration_error": calibration_error(better - worse)}
+    differences = better - worse
+    return {"eval_pair_accuracy": torch.heaviside(differences, differences.new_tensor(0.5)).mean().item(),  # tie: ½
+            "eval_margin": differences.mean().item(), "eval_calibration_error": calibration_error(differences)}
 
 
 def main(cfg: Config) -> None:
@@ -114,8 +122,9 @@ def main(cfg: Config) -> None:
                 (rows,), common.sequence_scores(model, input_ids, attention_mask, T))
             here = torch.isin(better, rows)  # both answers of a pair are in it, or neither
             loss, stats = preference_loss(scores[better[here]], scores[worse[here]], margins[here])
+            loss = loss + cfg.center_coef * (scores[better[here]] + scores[worse[here]]).square().mean()
             count = here.sum() * (T > 0)  # T = 0: a rank without rows of its own keeps step with the others
-            loss = loss * count / len(pairs) + cfg.center_coef * scores.square().sum() * (T > 0) / len(scores)
+            loss = loss * count / len(pairs)
             loss.backward()
             total_loss += loss.detach()
             meter.add(count, **stats)

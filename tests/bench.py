@@ -350,7 +350,8 @@ def step(args, flags: list[str]) -> dict:
 
 def trl_arguments(args, folder: str, **more) -> dict:
     return dict(output_dir=folder, max_steps=100_000, learning_rate=1e-4, lr_scheduler_type="constant",
-                max_grad_norm=1.0, optim="adamw_torch_fused", gradient_checkpointing=False, bf16=args.device == "cuda", report_to="none",
+                max_grad_norm=1.0, optim="adamw_torch_fused", gradient_checkpointing=False, bf16=args.device == "cuda",
+                report_to="none",
                 use_cpu=args.device == "cpu", logging_strategy="no", save_strategy="no", disable_tqdm=True,
                 dataloader_pin_memory=args.device == "cuda", **more)
 

@@ -1,6 +1,7 @@
 """DPO's loss and gradient by hand, and pairs read from every form they come in."""
 import json
 import math
+import types
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_dialogues_are_split_at_the_last_shared_assistant_turn():
 
 def test_every_form_of_preference_row(tmp_path, capsys):
     turn = {"role": "user", "content": "hi"}
-    rows = [{"prompt": "p", "chosen": "a", "rejected": "b", "margin": 2}, {"prompt": "p", "responses": ["a", "b", "c"]},
+    rows = [{"prompt": "p", "chosen": "a", "rejected": "b", "margin": 2}, {"prompt": "p", "responses": ["a", "b", "a", "c"]},
             {"prompt": [turn], "chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"},
             {"chosen": [turn, {"role": "assistant", "content": "a"}], "rejected": [turn, {"role": "assistant", "content": "b"}]},
             {"chosen": "Human: x Assistant: a", "rejected": "Human: x Assistant: b"},
@@ -102,6 +103,15 @@ def test_every_form_of_preference_row(tmp_path, capsys):
     assert [p.answers for p in read] == [["a", "b"], ["a", "b", "c"], ["a", "b"], ["a", "b"], [" a", " b"]]
     assert [p.margin for p in read] == [2, 0, 0, 0, 0] and read[3].prompt == [turn] == read[2].prompt
     assert "left out 2 of 7 rows" in capsys.readouterr().err
+
+
+def test_answers_are_cut_where_the_context_ends():
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.model_max_length = 10
+    cfg = types.SimpleNamespace(model="tiny", system_prompt="", max_prompt_tokens=99, max_completion_tokens=99)
+    preference = common.Preference("12+34=?", [], ["46", "<think>2+4=6"], [], [2.0, 1.0])
+    common.encode_preferences([preference], tokenizer, cfg, "--data")
+    assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<eos>", "<think>2+"]  # after 7 of the prompt
 
 
 @pytest.mark.parametrize("row, message", [

@@ -6,7 +6,7 @@ import torch
 
 import common
 import grpo
-from helpers import random_model, read_metrics, run_script
+from helpers import ROOT, random_model, read_metrics, run_script
 
 
 # ---------------------------------------------------------------------------------------------------- advantages
@@ -186,12 +186,15 @@ def test_flags_that_change_the_loop(tmp_path, flags):
         assert [m["lr"] for m in metrics[1:]] == [0.0, 5e-5]
 
 
-def test_a_reward_function_of_ones_own(tmp_path):
-    (tmp_path / "reward.py").write_text(
-        "def composite(prompt, completion, row):\n"
-        "    assert prompt == row['prompt']\n"
-        "    correct = completion.endswith('<answer>' + row['answer'] + '</answer>')\n"
-        "    return correct + 0.5 * ('=' in completion) - 0.3 * len(completion) / 100\n")
+def test_the_reward_function_of_the_readme(tmp_path):
+    """It runs as it stands there, by hand: 1 + 0.5 − 0.3·len/100, half of the steps sound, and text of any form."""
+    code = (ROOT / "README.md").read_text().split("```python\n# reward.py")[1].split("```")[0]
+    (tmp_path / "reward.py").write_text("# reward.py" + code)
+    judge = common.load_reward_function(f"{tmp_path / 'reward.py'}:composite")
+    problem = common.Problem("5+7=?", [], "12", {"answer": "12"})
+    for text, correct, sound in (("<think>5+7=12</think><answer>12</answer>", 1, 1), ("1+1=2,5+7=13 #### 13", 0, 0.5),
+                                 ("7++8=15,+=3,+8=8,==", 0, 1 / 2), ("", 0, 0)):
+        assert judge(problem, text) == pytest.approx(correct + 0.5 * sound - 0.3 * len(text) / 100), text
     done = run_script("grpo.py", "--steps", 1, "--prompts_per_step", 4, "--group_size", 4, "--output_dir",
                       tmp_path / "run", "--reward", f"{tmp_path / 'reward.py'}:composite")
     assert done.returncode == 0, done.stderr

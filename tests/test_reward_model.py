@@ -91,16 +91,16 @@ def test_the_step_is_the_mean_over_its_pairs_for_any_micro_batch(run_step, max_t
     directory = run_step("Llama", "--micro_batch_tokens", max_tokens, "--center_coef", 0.1)
     model = AutoModelForSequenceClassification.from_pretrained(directory / "model", num_labels=1).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
-    losses, scores = [], []
+    losses, sums = [], []
     for row in ROWS:
         answers = row.get("responses") or [row["chosen"], row["rejected"]]
         one = [model(torch.tensor([tokenizer.encode(row["prompt"] + text) + [tokenizer.eos_token_id]])).logits[0, 0]
                for text in answers]
-        scores += one
-        pairs = [(0, 1), (0, 2), (0, 3)] if "scores" in row else itertools.combinations(range(len(one)), 2)
+        pairs = [(0, 1), (0, 2), (0, 3)] if "scores" in row else list(itertools.combinations(range(len(one)), 2))
+        sums += [one[i] + one[j] for i, j in pairs]
         losses += [-torch.nn.functional.logsigmoid(one[i] - one[j] - row.get("margin", 0.0)) for i, j in pairs]
     assert len(losses) == 10
-    loss = torch.stack(losses).mean() + 0.1 * torch.stack(scores).square().mean()
+    loss = torch.stack(losses).mean() + 0.1 * torch.stack(sums).square().mean()
     model.zero_grad()
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()

@@ -331,8 +331,8 @@ def test_gradient_checkpointing_changes_nothing_and_frozen_layers_stay(script, s
     assert moved == {"1", "2"}
 
 
-@pytest.mark.parametrize("function, advice", [("sample", "while sampling: lower --prompts_per_step"),
-                                              ("token_logprobs", "lower --micro_batch_tokens")])
+@pytest.mark.parametrize("function, advice", [("sample", "while sampling: start again with fewer --prompts_per_step"),
+                                              ("token_logprobs", "--resume with fewer --micro_batch_tokens")])
 def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp_path, monkeypatch):
     scope = {"torch": torch}
     exec(f"def {function}(*args): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')", scope)
@@ -346,17 +346,41 @@ def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp
 
 # ---------------------------------------------------------------------------------------------- several processes
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_two_processes_give_the_numbers_of_one(script, small, whole_run, tmp_path):
-    """Same prompts, same sampled tokens (a row's random numbers are its own), same loss and gradient norm."""
-    done = run_script(*small(script), "--steps", 2, "--eval_every", 2, "--output_dir", tmp_path / "two", processes=2)
+@pytest.fixture(scope="session")
+def in_two_processes(tmp_path_factory, small):
+    """in_two_processes(script) -> the directory of its run of two steps; all of them in one job, to import only once."""
+    folder = tmp_path_factory.mktemp("two")
+    runs = [[*map(str, small(script)), "--steps", "2", "--output_dir", str(folder / script)] for script in SCRIPTS]
+    job = write(folder / "job.py", f"""
+import importlib, sys
+sys.path.insert(0, {str(ROOT)!r})
+import common
+for script, *flags in {runs!r}:
+    module = importlib.import_module(script.removesuffix(".py"))
+    sys.argv = [script, *flags]
+    module.main(common.parse_config(module.Config, flags))
+directory = common.build_tiny_model("arithmetic")
+tokenizer = common.load_tokenizer(directory)
+model = common.load_model(directory, common.setup_device())
+rollout = common.sample(model, tokenizer, ["12+34=?"], 1, 8, greedy=True)  # fewer rows than ranks
+assert rollout.completions[0].startswith("<think>2+4=6"), rollout.completions
+sys.argv = ["job"]
+common.launch(lambda cfg: None, common.RunConfig)  # leaves as a script does
+""")
+    done = run_script(job, processes=2)
     assert done.returncode == 0, done.stderr
-    one, two = read_metrics(whole_run(script)), read_metrics(tmp_path / "two")
+    return lambda script: folder / script
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_two_processes_give_the_numbers_of_one(script, whole_run, in_two_processes):
+    """Same prompts, same sampled tokens (a row's random numbers are its own), same loss and gradient norm."""
+    one, two = read_metrics(whole_run(script)), read_metrics(in_two_processes(script))
     assert [metrics["step"] for metrics in two] == [0, 1, 2]
     for alone, together in zip(one, two):
         for name in together.keys() - TIMING:
             assert together[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
-    assert (tmp_path / "two" / "model" / "model.safetensors").exists()
+    assert (in_two_processes(script) / "model" / "model.safetensors").exists()
 
 
 def test_four_processes_that_read_prompts_once_give_the_numbers_of_one(tmp_path, monkeypatch):
