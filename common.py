@@ -588,7 +588,7 @@ def train_tiny_model(digits: int):
 
 
 def build_tiny_model(data: str) -> str:
-    """The directory of the warm-started tiny model: trained on the first call (20 s on 2 cores), then kept.
+    """The directory of the warm-started tiny model: trained on the first call (40 s of one core), then kept.
 
     The name holds a hash of all that determines the weights. Processes that start together may train twice, but
     each writes its own temporary directory and the rename is atomic, so what is there is whole.
