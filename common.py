@@ -1322,7 +1322,7 @@ def hidden_states(model, input_ids, attention_mask, T: int, row, column):
     saved = B * width - len(distinct) * L - B * last
     saves = 0 < last <= T and saved > max(B * width / 5, SHARED_TOKENS) and can_share_prompts(model)
     if on_all_ranks(saves):  # FSDP gathers layer by layer on all of them
-        return read_prompts_once(model, distinct, of, input_ids[:, L:L + last])[row, column]
+        return read_prompts_once(model, distinct, of, input_ids[:, L:L + last], width)[row, column]
     ids = shift_left(input_ids, attention_mask, width)
     return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[row, prompt[row] + column - 1]
 
@@ -1341,12 +1341,13 @@ def can_share_prompts(model) -> bool:
             and all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers))
 
 
-def read_prompts_once(model, prompts, prompt_of, completions):
+def read_prompts_once(model, prompts, prompt_of, completions, width: int):
     """Hidden states [B, 1+T, H] at the last token of each row's prompt and at its completion's T tokens.
 
     prompts [U, L], -1 for padding on the left; prompt_of [B], the prompt of each row; completions [B, T]. As in
     sampling, the KV cache of a prompt is copied to its rows (a group, or the answers of a pair), which go on from
-    there. Gradients flow back through the copies.
+    there. Gradients flow back through the copies. width: tokens of the longest row; padding gets no later position,
+    which may be beyond the context.
     """
     (B, T), L, real = completions.shape, prompts.shape[1], prompts >= 0
     cache = DynamicCache(config=model.config)
@@ -1355,7 +1356,8 @@ def read_prompts_once(model, prompts, prompt_of, completions):
     cache.batch_select_indices(prompt_of)
     length, columns = real.sum(1)[prompt_of], torch.arange(L + T, device=prompts.device)
     hidden = model.base_model(
-        input_ids=completions, past_key_values=cache, use_cache=True, position_ids=length[:, None] + columns[:T],
+        input_ids=completions, past_key_values=cache, use_cache=True,
+        position_ids=(length[:, None] + columns[:T]).clamp(max=width - 1),
         attention_mask=((columns < length[:, None]) | (columns >= L)).long()).last_hidden_state  # [B, T, H]
     return torch.cat([after_prompt[prompt_of, length - 1][:, None], hidden], 1)
 

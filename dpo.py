@@ -101,7 +101,8 @@ def main(cfg: Config) -> None:
         common.encode_prompts(problems, tokenizer, cfg, "--data") if cfg.on_policy else
         [pair for preference in preferences for pair in preference.split()], cfg.seed)  # of a ranking, all its pairs
 
-    # The reference is the policy before its first update: score the answers once, and keep one model in memory.
+    # The reference is the policy before its first update: score the answers once, 1,000 pairs at a time, and keep one
+    # model in memory.
     for preferences in ([] if cfg.on_policy else data.first(cfg.steps * cfg.pairs_per_step), eval_preferences):
         for start in range(0, len(preferences), 1000):
             some = preferences[start:start + 1000]

@@ -134,6 +134,19 @@ def test_a_prompt_is_read_once_for_all_its_completions(architecture, can_share, 
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+def test_prompts_that_are_read_once_keep_to_the_context(monkeypatch):
+    """A long prompt and another row's long completion: padding behind the short one has no position of its own."""
+    monkeypatch.setattr(common, "SHARED_TOKENS", 1)
+    model, tokenizer = random_model("GPT2", n_positions=32)
+    prompts = [list(range(3, 13)) * 3, [5, 6]]  # 30 and 2 tokens
+    rows = [(0, 2)] * 20 + [(1, 20)]
+    input_ids, attention_mask, mask = common.collate([prompts[p] for p, _ in rows], [[7] * n for _, n in rows], 0)
+    once = common.token_logprobs(model, input_ids, attention_mask, mask.shape[1])[0]
+    monkeypatch.setattr(common, "can_share_prompts", lambda model: False)
+    torch.testing.assert_close(once, common.token_logprobs(model, input_ids, attention_mask, mask.shape[1])[0],
+                               rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("ranks, blocks", [(2, 5), (3, 4), (4, 2)])
 def test_every_rank_gets_the_same_number_of_micro_batches(ranks, blocks):
     """FSDP waits for all ranks: with fewer rows than ranks, one runs a row with T = 0, which adds nothing."""
