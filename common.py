@@ -1706,6 +1706,7 @@ LONGEST_COMPLETION, LONGEST_ANSWER, LONGEST_LIST, DEEPEST, MOST_BITS = 20_000, 4
 _LINE = re.compile(r"^[ \t]*(?:####|(?:\*\*|#+ )?(?:A:|(?i:(?:final )?answer)\**[ \t]*(?::|\n\s*)))\**[ \t]*(\S.*)",
                    re.M)
 _BRACE = re.compile(r"\\f?box(?:ed)?(?:(?P<box>\s*{)|[ \t]+(?P<bare>[^\s\\${}]+))|(?P<open>{)|(?P<close>})|\\.", re.S)
+_AROUND_AND = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")
 _PHRASE = re.compile(r"^.*answer(?: is|:| =)(?: (?:equal to|therefore|thus|simply))?:?\**\s*(?=\S)"
                      r"(.*?)(?=$|[.!](?:[\s*]|$)|,? (?:because|since|so) )", re.I | re.M)
 
@@ -1728,16 +1729,20 @@ def _last_marked(text: str) -> str | None:
     found = [(line.end(), line[1]) for line in _LINE.finditer(text)]  # (where it ends, answer)
     if (end := text.rfind("</answer>")) >= 0 and (start := text.rfind("<answer>", 0, end)) >= 0:
         found.append((end, text[start + len("<answer>"):end]))
-    opened = []  # of each open brace, where the content of its box begins; None where it is no box's
+    opened, boxes = [], []  # of each open brace the match, if a box begins there; (where it ends, answer)
     for brace in _BRACE.finditer(text, first.start()) if (first := re.search(r"\\f?box", text)) else ():
         kind = brace.lastgroup
         if kind in ("box", "open"):
-            opened.append(brace.end() if kind == "box" else None)
-        elif kind == "close" and opened and (start := opened.pop()):
-            found.append((brace.start(), text[start:brace.start()]))
+            opened.append(brace if kind == "box" else None)
         elif kind == "bare":
-            found.append((brace.end(), brace["bare"]))
-    return max(found)[1].strip() if found else None
+            boxes.append((brace.end(), brace["bare"]))
+        elif kind == "close" and opened and (box := opened.pop()):
+            answer = text[box.end():brace.start()]
+            between = _AROUND_AND.sub("", text[boxes[-1][0] + 1:box.start()][:30]) if boxes else ""
+            if between in (",", "and", "or", ",and"):  # \boxed{1} and \boxed{2}
+                answer = f"{boxes[-1][1]}, {answer}"
+            boxes.append((brace.start(), answer))
+    return max(found + boxes)[1].strip() if found or boxes else None
 
 
 def format_reward(text) -> float:
@@ -1771,7 +1776,8 @@ _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currenc
     "≠": r"\ne \neq !=", "∪": r"\cup", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
     ":": r"\colon", "|": r"\vert \lvert \rvert \mid", "^2": "²", "^3": "³", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
     " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼", " 3/4": "¾", "\\frac": r"\dfrac \tfrac \cfrac",
-    "\\binom": r"\dbinom \tbinom", "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \mbox \operatorname"}
+    "\\binom": r"\dbinom \tbinom", "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox "
+                                       r"\operatorname"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, ])\d{3})(?:\1\d{3})*(?![\d,/])")
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [
@@ -1802,6 +1808,7 @@ def _clean(text: str) -> str:
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
 _RELATION = re.compile(r"\s*([=<>≤≥≠])\s*")
+_MIRRORED = str.maketrans(">≥", "<≤")
 
 
 def _same(a: str, b: str, depth: int = 0) -> bool:
@@ -1812,6 +1819,8 @@ def _same(a: str, b: str, depth: int = 0) -> bool:
         return False
     if _SPACES.sub("", a) == _SPACES.sub("", b):
         return True
+    if bool(_RELATION.search(a)) != bool(_RELATION.search(b)):  # 1 < x ≤ 2 and (1,2]
+        a, b = _as_interval(a), _as_interval(b)
     if (_RELATION.search(a) or _RELATION.search(b)) and len(_split(a, ",")) == len(_split(b, ",")) == 1:
         return _same_relation(_RELATION.split(a), _RELATION.split(b), depth)
     (a_brackets, a_items), (b_brackets, b_items) = _items(a), _items(b)
@@ -1861,6 +1870,19 @@ def _split(text: str, separator: str) -> list[str]:
     return parts + [text[start:].strip()]
 
 
+def _as_interval(text: str) -> str:
+    """"1 < x ≤ 2" -> "(1,2]" and "x ≥ 1" -> "[1,\\infty)"; anything else stays as it is."""
+    found = _RELATION.split(text)
+    if found[1:2] and found[1] in ">≥":  # 2 > x > 1
+        found = [part.translate(_MIRRORED) for part in found[::-1]]
+    low, under, letter, over, high = (
+        found if len(found) == 5 else ["-\\infty", "<", *found] if len(found) == 3 and found[0].isalpha() else
+        [*found, "<", "\\infty"] if len(found) == 3 else [""] * 5)
+    if not letter.isalpha() or not {under, over} <= {"<", "≤"}:
+        return text
+    return f"{'(['[under == '≤']}{low},{high}{')]'[over == '≤']}"
+
+
 def _same_relation(a: list[str], b: list[str], depth: int) -> bool:
     """Two equations or inequalities agree where left − right of one is a constant (for < and >: positive) times the
     other's. One that only names its answer (x = 5, f(2) = 5) agrees with the plain answer.
@@ -1868,8 +1890,7 @@ def _same_relation(a: list[str], b: list[str], depth: int) -> bool:
     if len(a) == 1 or len(b) == 1:
         (name, *_, sign, value), (plain,) = (a, b) if len(b) == 1 else (b, a)
         return sign == "=" and bool(re.fullmatch(r"\D*(?:[(_]\d+\)?)?\s*", name)) and _same(value, plain, depth)
-    mirrored = str.maketrans(">≥", "<≤")
-    a, b = ([part.translate(mirrored) for part in side[::-1]] if side[1] in ">≥" else side for side in (a, b))
+    a, b = ([part.translate(_MIRRORED) for part in side[::-1]] if side[1] in ">≥" else side for side in (a, b))
     if a[1::2] != b[1::2]:
         return False
     if a[:-1] == b[:-1]:

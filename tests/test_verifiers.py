@@ -20,7 +20,9 @@ from common import extract_answer, format_reward, is_equivalent
     ("The answer is 5 apples, and the final answer is 6.", "6"), ("So the answer is:\n\n$5.50", "$5.50"),
     ("Answer: Let us see.\n2+2=4\n#### 4", "4"),
     ("#### 3\nWait.\n#### 4", "4"), ("**Final Answer**\n\n\\[ \\boxed{5} \\]", "5"),
-    ("\\boxed{1}, then \\boxed{x = \\boxed{2}}", "2"), ("## Final Answer\n\n4", "4"), ("\\boxed 5", "5")])
+    ("\\boxed{1}, then \\boxed{x = \\boxed{2}}", "2"), ("## Final Answer\n\n4", "4"), ("\\boxed 5", "5"),
+    ("$\\boxed{1}$ and $\\boxed{-2}$.", "1, -2"), ("\\boxed{5}\n\\boxed{5}", "5"),
+    ("\\boxed{(1,2)}, \\boxed{(2,1)} \\quad \\text{and} \\quad \\boxed{3}", "(1,2), (2,1), 3")])
 def test_the_last_answer_is_extracted(text, answer):
     assert extract_answer(text) == answer
 
@@ -61,7 +63,8 @@ SAME = [
     ("\\{\\{1,2\\}\\}", "\\{\\{1, 2\\}\\}"), ("3\\mp\\sqrt2", "3\\pm\\sqrt2"),
     ("\\left[\\begin{array}{cc}1&2\\end{array}\\right]", "\\begin{bmatrix}1&4/2\\\\\\end{bmatrix}"),
     ("-2 < x < 3", "3 > x > -2"), ("y = 2x+3", "2x - y + 3 = 0"), ("x<3", "2x<6"), ("S = \\{1,2\\}", "S=\\{2,1\\}"),
-    ("2 : 1", "2:1"), ("x>2", "2<x"),
+    ("2 : 1", "2:1"), ("x>2", "2<x"), ("x>2", "(2,\\infty)"), ("-2 \\le x < 3", "x \\in [-2,3)"),
+    ("x < 1 \\text{ or } x \\ge 2", "(-\\infty, 1) \\cup [2, \\infty)"), ("5 \\textnormal{ miles}", "5"),
     ("2x+4y=6", "x+2y=3"), ("1010_2", "1010_{2}"), ("3:30", "3:30")]
 
 
@@ -72,6 +75,7 @@ def test_the_same_answer_written_another_way(a, b):
 
 @pytest.mark.parametrize("a, b", [
     ("1,23", "123"), ("234", "1,234"), ("181", "18"), ("18", "-18"), ("12", "1 2"), ("1000", "1000.1"),
+    ("1<x<2", "(1,2]"), ("x<1", "(1,\\infty)"), ("x=3", "(3,\\infty)"), ("x \\ne 3", "(3,\\infty)"), ("x<y", "(3,y)"),
     ("18 or 19", "18"), ("50", "0.5"), ("50%", "0.5"), ("3.1416", "\\pi"), ("1/3", "0.3333"), ("\\sqrt{2}", "1.414"),
     ("2\\frac12", "1"), ("5 cm", "5 cm^2"), ("\\frac{3}{4}", "\\frac{4}{3}"), ("6+5i", "6-5i"), ("x", "y"),
     ("2x+3", "2x+4"), ("(2,3]", "[2,3)"), ("(2,3)", "(3,2)"), ("1,2", "1,2,3"), ("x>2", "x<2"), ("x>2", "x\\ge2"),
