@@ -6,7 +6,7 @@
     rollout   `sample` against `model.generate`: fixed lengths, and ragged ones (ends drawn at random)
     logprobs  forward and backward of `token_logprobs` against all logits at once (and TRL's fused head)
     step      a step of grpo.py, split into its parts
-    trl       steps of grpo.py, dpo.py and reward_model.py against TRL's trainers (TRL 1.16 has no PPO)
+    trl       steps of grpo.py, dpo.py, reward_model.py and ppo.py against TRL's trainers (PPO: TRL up to 1.12 has it)
     race      sampled accuracy after 20 seconds of training from the same start, against TRL's
 
 Prints one table and a JSON line. Every case runs in a process of its own, one after the other, so that peak memory is
@@ -15,7 +15,7 @@ Figures are medians over repeats; warm-up is left out. "Limit" is the time that 
 the rate of a large matmul measured in the same process; for a rollout on CUDA, the time to read weights and KV cache.
 """
 import argparse
-import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -365,6 +365,15 @@ def pairs_file() -> Path:
     return path
 
 
+def reward_model_directory(model: str) -> str:
+    """A reward model of the same shape with a fresh head: PPO's speed does not depend on what it says."""
+    path = Path("runs") / "bench-reward_model"
+    cls = transformers.AutoModelForSequenceClassification
+    cls.from_pretrained(model, dtype=torch.float32, num_labels=1).save_pretrained(path)
+    common.load_tokenizer(model).save_pretrained(path)
+    return str(path)
+
+
 def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0.0, tick=None, **more) -> dict:
     """The same step through TRL's trainer: its optimizer steps per rollout batch are one step here."""
     from datasets import Dataset
@@ -389,6 +398,19 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
             args, tempfile.mkdtemp(), per_device_train_batch_size=rows // minibatches, steps_per_generation=minibatches,
             num_iterations=updates, num_generations=args.group, temperature=1.0, beta=kl, loss_type="grpo",
             max_completion_length=args.tokens or (40 if args.model == "tiny" else 512)))
+    elif script == "ppo":  # prompts alone; the reward model that ppo.py is given, a critic and a reference as there
+        from trl.experimental.ppo import PPOConfig, PPOTrainer
+        kind, data = PPOTrainer, [{"input_ids": tokenizer(row["prompt"])["input_ids"]}
+                                  for row in common.arithmetic_rows(2, "train")]
+        config = PPOConfig(**trl_arguments(
+            args, tempfile.mkdtemp(), per_device_train_batch_size=256, num_mini_batches=1, num_ppo_epochs=4,
+            total_episodes=10 ** 6, local_rollout_forward_batch_size=256, num_sample_generations=0, temperature=1.0,
+            response_length=40, stop_token="eos"))
+        classifier, names = transformers.AutoModelForSequenceClassification, ("value_model", "reward_model")
+        extra = {name: classifier.from_pretrained(reward_model_directory(directory), dtype=torch.float32)
+                 for name in names}
+        extra |= {"ref_model": transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
+                  "eval_dataset": Dataset.from_list(data)}
     else:
         data, extra = [json.loads(line) for line in open(pairs_file())], {}
         kind = {"dpo": library.DPOTrainer, "reward_model": library.RewardTrainer}[script]
@@ -460,6 +482,8 @@ def against_trl(args):
     own = ["--pairs_per_step", "64", "--data", str(pairs_file())]
     pairs += [("dpo", "", own, {}), ("dpo", ", reference precomputed", own, {"precompute_ref_log_probs": True}),
               ("reward_model", "", own, {})]
+    if importlib.util.find_spec("trl.experimental.ppo"):
+        pairs.append(("ppo", "", ["--reward", reward_model_directory(model_directory(args.model))], {}))
     for script, name, flags, settings in pairs:
         if script != "grpo" and args.model != "tiny":
             continue
