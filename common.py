@@ -160,18 +160,15 @@ def parse_config(Config, args: list[str]):
 
 def launch(main, Config) -> None:
     """Run a script: flags, then `main(cfg)`. What the user can mend is one line on stderr and exit code 2."""
-    script = Path(sys.argv[0]).name
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
         main(parse_config(Config, sys.argv[1:]))
-    except UserError as error:
-        tqdm.write(f"{script}: error: {error}", file=sys.stderr)  # on a line of its own, whatever bar there is
-        sys.exit(error.exit_code)
-    except torch.OutOfMemoryError as error:
-        tqdm.write(f"{script}: error: out of GPU memory {memory_advice(error)} (the last checkpoint is intact): "
-                   f"{str(error).splitlines()[0]}", file=sys.stderr)
-        sys.exit(1)
+    except (UserError, torch.OutOfMemoryError) as error:
+        message = error if isinstance(error, UserError) else (
+            f"out of GPU memory {memory_advice(error)} (the last checkpoint is intact): {str(error).splitlines()[0]}")
+        tqdm.write(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)  # on a line of its own, below any bar
+        sys.exit(getattr(error, "exit_code", 1))
     if world_size() > 1:
         dist.barrier()
         sys.stderr.flush()
@@ -181,13 +178,11 @@ def launch(main, Config) -> None:
 def memory_advice(error: BaseException) -> str:
     """Which phase ran out of memory, and which flag to turn: read off the functions on the error's traceback."""
     functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-    if "load_model" in functions:
-        return "while loading the model: use more GPUs"
-    if "sample" in functions:
-        return "while sampling: start again with fewer --prompts_per_step or --max_new_tokens"
-    if "optimizer_step" in functions:
-        return "in the optimizer step: use more GPUs, or start again with --freeze_layers"
-    return "in a forward or backward pass: --resume with fewer --micro_batch_tokens or --gradient_checkpointing"
+    phases = {"load_model": "while loading the model: use more GPUs",
+              "sample": "while sampling: start again with fewer --prompts_per_step or --max_new_tokens",
+              "optimizer_step": "in the optimizer step: use more GPUs, or start again with --freeze_layers"}
+    return next((advice for name, advice in phases.items() if name in functions),
+                "in a forward or backward pass: --resume with fewer --micro_batch_tokens or --gradient_checkpointing")
 
 
 # --------------------------------------------------------------------------------------------------- processes
