@@ -188,32 +188,26 @@ def memory_advice(error: BaseException) -> str:
 # --------------------------------------------------------------------------------------------------- processes
 
 def setup_device() -> torch.device:
-    """Join the torchrun job, if there is one; return this process's device.
-
-    On CUDA a process group is made even for a single process, since FSDP2 also does the mixed precision there.
-    """
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else \
-        torch.device("cpu")
-    if device.type == "cuda":
+    """Join the torchrun job, if there is one; return this process's device."""
+    cuda, torchrun = torch.cuda.is_available(), "RANK" in os.environ
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
-        elif device.type == "cuda":
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if (cuda or torchrun) and not dist.is_initialized():  # on CUDA, FSDP2 does the mixed precision of one process too
+        job = {} if torchrun else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **job)
     return device
 
 
 def keep_freed_memory() -> None:
     """Have glibc keep what tensors free. It gives large blocks back to the system, which clears each page anew when
     the next tensor touches it: an eighth of a step of the tiny model."""
-    with contextlib.suppress(AttributeError, OSError):  # another libc
-        libc, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = ctypes.CDLL(None), -1, -3
-        libc.mallopt(M_MMAP_THRESHOLD, 2 ** 25)  # above 32 MB it would fragment: 5 GB for 1 at large vocabularies
-        libc.mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
+    with contextlib.suppress(AttributeError):  # another libc
+        mallopt, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = ctypes.CDLL(None).mallopt, -1, -3
+        mallopt(M_MMAP_THRESHOLD, 2 ** 25)  # above 32 MB it would fragment: 5 GB for 1 at large vocabularies
+        mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
 
 
 def rank() -> int:
@@ -269,8 +263,7 @@ def on_main_rank_first(work):
             work()
         except (UserError, OSError) as error:
             problem = error
-    problem = gather_in_order([problem])[0]
-    if problem:
+    if problem := gather_in_order([problem])[0]:
         raise problem
 
 
