@@ -395,23 +395,18 @@ def shard(model, device: torch.device):
     if not dist.is_initialized():
         return model.to(device)
     weights = model.state_dict() if rank() == 0 else {}
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) \
-        if device.type == "cuda" else MixedPrecisionPolicy()
+    compute_dtype = torch.bfloat16 if device.type == "cuda" else None  # None: that of the shard
     for module in [*decoder_layers(model), model]:
-        fully_shard(module, mp_policy=precision)
-    if world_size() > 1:
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32))
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    if rank() > 0:  # still on the meta device
         model.to_empty(device=device)
         model.tie_weights()
+    if world_size() > 1:
         set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-        for name, buffer in model.named_buffers():  # not in the state dict: rotary frequencies and the like
-            if rank() == 0:
-                buffer.copy_(buffers[name])
+        for buffer in model.buffers():  # not in the state dict: rotary frequencies and the like
             dist.broadcast(buffer, 0)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
     return model
 
 
