@@ -20,7 +20,6 @@ this rank's rows, `micro_batches` deals this rank's share of the update, and gra
 """
 import cmath
 import contextlib
-import copy
 import ctypes
 import dataclasses
 import difflib
@@ -442,15 +441,14 @@ def save_model(model, tokenizer, directory: Path) -> None:
     Parameters are gathered one at a time into rank 0's CPU memory: no GPU ever holds the whole model.
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    own = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}  # no tied copies
+    own = dict(model.named_parameters()) | dict(model.named_buffers())  # each tied weight once
     weights = {name: tensor.to(model.saved_dtype) if tensor.is_floating_point() else tensor
                for name, tensor in weights.items() if name in own}
 
     def fill(folder):
         model.save_pretrained(folder, state_dict=weights)
-        config = copy.deepcopy(model.config)
-        config.dtype = model.saved_dtype  # save_pretrained writes that of the masters
-        config.save_pretrained(folder)
+        model.config.dtype = model.saved_dtype  # save_pretrained wrote that of the masters
+        model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     on_main_rank_first(lambda: write_directory(directory, fill))
 
@@ -461,16 +459,14 @@ def write_directory(directory: Path, fill, replace: bool = True) -> None:
     try:
         temporary.mkdir(parents=True)
         fill(temporary)
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                with open(file, "rb") as handle:
-                    os.fsync(handle.fileno())
-        if directory.exists() and replace:
+        for file in filter(Path.is_file, temporary.rglob("*")):
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+        if replace and directory.exists():
             os.rename(directory, old)
-        if not directory.exists():
-            os.rename(temporary, directory)
+        os.rename(temporary, directory)  # fails where `directory` still is
     except OSError as error:
-        if not (directory.exists() and not replace):  # another process was first
+        if replace or not directory.exists():  # else another process was first
             raise TrainingFailed(f"cannot write {directory}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
