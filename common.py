@@ -569,25 +569,19 @@ def train_tiny_model(digits: int):
 def build_tiny_model(data: str) -> str:
     """The directory of the warm-started tiny model: trained on the first call (40 s of one core), then kept.
 
-    The name holds a hash of all that determines the weights. Processes that start together may train twice, but
-    each writes its own temporary directory and the rename is atomic, so what is there is whole.
+    The name holds a hash of all that determines the weights. Processes that start together may each train one; the
+    first to finish keeps its own.
     """
     digits = arithmetic_digits(data) if is_built_in(data) else 2
     parts = (arithmetic_rows, worked_answer, tiny_tokenizer, collate, train_tiny_model)
-    recipe = [inspect.getsource(part) for part in parts]
-    recipe += [digits, TINY_VOCABULARY, WARM_START_STEPS, WARM_START_BATCH, WARM_START_LR, CARRY_FORGOTTEN,
-               ANSWER_SLIPPED, torch.__version__, transformers.__version__]
+    recipe = [*map(inspect.getsource, parts), digits, TINY_VOCABULARY, WARM_START_STEPS, WARM_START_BATCH,
+              WARM_START_LR, CARRY_FORGOTTEN, ANSWER_SLIPPED, torch.__version__, transformers.__version__]
     directory = Path("runs") / f"tiny-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]}"
 
-    def build():
-        if not directory.exists():
-            model, tokenizer = train_tiny_model(digits)
-
-            def fill(folder):
-                model.save_pretrained(folder)
-                tokenizer.save_pretrained(folder)
-            write_directory(directory, fill, replace=False)
-    on_main_rank_first(build)
+    def fill(folder):
+        for part in train_tiny_model(digits):  # model, tokenizer
+            part.save_pretrained(folder)
+    on_main_rank_first(lambda: directory.exists() or write_directory(directory, fill, replace=False))
     return str(directory)
 
 
