@@ -380,8 +380,7 @@ def scale_fresh_head(model) -> None:
 
 def decoder_layers(model) -> torch.nn.ModuleList:
     """The stack of transformer layers: the longest ModuleList of the base model."""
-    stacks = [module for module in model.base_model.modules() if isinstance(module, torch.nn.ModuleList)]
-    return max(stacks, key=len, default=torch.nn.ModuleList())
+    return max((module for module in model.base_model.modules() if isinstance(module, torch.nn.ModuleList)), key=len)
 
 
 def shard(model, device: torch.device):
@@ -413,11 +412,9 @@ def call_gathered(function, model, *args):
     """function(model, *args) with FSDP's forward hooks around it, so that it sees gathered parameters."""
     if not isinstance(model, FSDPModule):
         return function(model, *args)
-    name = function.__name__
-    if not hasattr(model, name):
-        setattr(model, name, types.MethodType(function, model))
-        register_fsdp_forward_method(model, name)
-    return getattr(model, name)(*args)
+    model.work = functools.partial(function, model)
+    register_fsdp_forward_method(model, "work")
+    return model.work(*args)
 
 
 @contextlib.contextmanager
