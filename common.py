@@ -276,9 +276,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
         # Where a directory brings a generic tokenizer, its tokenizer.json is the truth. AutoTokenizer would put that of
         # the architecture in its place for some model types (Qwen2's among them), and split the text another way.
         config = Path(name) / "tokenizer_config.json"
-        generic = config.is_file() and json.loads(config.read_text()).get("tokenizer_class") in (
-            "TokenizersBackend", "PreTrainedTokenizerFast")
-        cls = PreTrainedTokenizerFast if generic else AutoTokenizer
+        kind = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else None
+        cls = PreTrainedTokenizerFast if kind in ("TokenizersBackend", "PreTrainedTokenizerFast") else AutoTokenizer
         tokenizer = cls.from_pretrained(name, trust_remote_code=trust_remote_code)
     if not tokenizer("1")["input_ids"]:  # transformers makes an empty one where a model lies without a tokenizer
         raise UserError(f"--model {name}: no tokenizer there")
@@ -311,9 +310,9 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
     """
     with one_line_errors(f"--model {name}: not a model that transformers can load"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **config_changes)
-        saved_dtype = getattr(config, "dtype", None) or torch.float32
+        saved_dtype = config.dtype or torch.float32
         for key, value in config.to_dict().items():
-            if re.search("drop(out)?$|pdrop$|dropout", key) and isinstance(value, float):
+            if re.search("drop$|dropout", key) and isinstance(value, float):
                 setattr(config, key, 0.0)
         dtype = torch.bfloat16 if device.type == "cuda" and not trainable else torch.float32
         with torch.random.fork_rng(devices=[]):  # only rank 0 draws, where a head is new
@@ -352,20 +351,18 @@ def load_reference(cfg, device: torch.device):
 
 
 def load_value_model(cfg, device: torch.device, tokenizer):
-    """The critic: the reward model where --reward names one, else the policy as it starts, with a fresh scalar head.
+    """The critic: the reward model where --reward names one of the policy's vocabulary, else the policy as it starts.
 
-    (The policy too where the reward model has another vocabulary: the critic must read what the policy writes.)
-    The head starts at 0: the first advantages are then the returns themselves, free of a random head's noise. (The
+    Its head starts at 0: the first advantages are then the returns themselves, free of a random head's noise. (The
     reward model's own head has seen only whole completions, and its scores carry the shift that rewards are rid of.)
     """
     name = build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model
-    if is_reward_model(cfg.reward):
-        if load_tokenizer(cfg.reward, cfg.trust_remote_code).get_vocab() == tokenizer.get_vocab():
-            name = cfg.reward
+    if is_reward_model(cfg.reward) and load_tokenizer(
+            cfg.reward, cfg.trust_remote_code).get_vocab() == tokenizer.get_vocab():
+        name = cfg.reward
     model = load_model(name, device, cls=AutoModelForSequenceClassification, trust_remote_code=cfg.trust_remote_code,
                        num_labels=1)
-    with torch.no_grad():
-        model.score.weight.zero_()
+    torch.nn.init.zeros_(model.score.weight)
     return model
 
 
