@@ -136,12 +136,12 @@ def parse_config(Config, args: list[str]):
     if args and Path(args[0]).suffix in (".yaml", ".yml", ".json"):
         try:
             import yaml  # JSON is YAML
-            settings = yaml.safe_load(Path(args[0]).read_text())
+            settings = yaml.safe_load(Path(args[0]).read_bytes())
         except (OSError, yaml.YAMLError) as problem:
             raise UserError(f"{args[0]}: {str(problem).splitlines()[0]}")
         if not isinstance(settings, dict):
             raise UserError(f"{args[0]}: want a mapping from flag names to values")
-        args = [text for name, value in settings.items() for text in (f"--{name}", str(value))] + args[1:]
+        args = [f"--{name}={value}" for name, value in settings.items()] + args[1:]
     cfg, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
         names = [f"--{field.name}" for field in dataclasses.fields(Config)]
@@ -384,10 +384,9 @@ def shard(model, device: torch.device):
     """FSDP2: each rank keeps a share of every parameter, and gathers a layer at a time to compute with it.
 
     On CUDA the gathered copy is bfloat16 while shard, gradient and optimizer stay float32: this is also how a single
-    GPU gets its mixed precision. Gradients are summed over ranks, not averaged, because the losses' token weights
-    already count the tokens of all ranks. A single CPU process keeps the plain module (FSDP costs it 15%).
+    GPU gets its mixed precision. Gradients are summed over ranks, as the token weights count those of all ranks.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized():  # a single CPU process: FSDP would cost it 15%
         return model.to(device)
     weights = model.state_dict() if rank() == 0 else {}
     compute_dtype = torch.bfloat16 if device.type == "cuda" else None  # None: that of the shard
@@ -430,10 +429,8 @@ def gathered(model):
 
 
 def save_model(model, tokenizer, directory: Path) -> None:
-    """Write what from_pretrained, vLLM and TGI load, in the dtype that the model came in. Collective; atomic.
-
-    Parameters are gathered one at a time into rank 0's CPU memory: no GPU ever holds the whole model.
-    """
+    """Write what from_pretrained, vLLM and TGI load, in the dtype that the model came in. Collective; atomic."""
+    # gathered one at a time into rank 0's CPU memory: no GPU ever holds the whole model
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     own = dict(model.named_parameters()) | dict(model.named_buffers())  # each tied weight once
     weights = {name: tensor.to(model.saved_dtype) if tensor.is_floating_point() else tensor
