@@ -166,7 +166,7 @@ def launch(main, Config) -> None:
     except (UserError, torch.OutOfMemoryError) as error:
         message = error if isinstance(error, UserError) else (
             f"out of GPU memory {memory_advice(error)} (the last checkpoint is intact): {str(error).splitlines()[0]}")
-        tqdm.write(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)  # on a line of its own, below any bar
+        tqdm.write(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)  # below any bar
         sys.exit(getattr(error, "exit_code", 1))
     if world_size() > 1:
         dist.barrier()
