@@ -2101,6 +2101,7 @@ class Run:
         self.check_directory()
         self.open_logger = self.import_logger()
         self.device = setup_device()
+        warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # of one process: it is meant
         random.seed(cfg.seed)
         np.random.seed(cfg.seed)
         torch.manual_seed(cfg.seed)
@@ -2322,8 +2323,7 @@ class Run:
         try:
             on_main_rank_first(prepare)
             if self.next_step > 0:  # before the first step the optimizer has no state, the model is still --model
-                with quiet_checkpoint():
-                    dcp.save(self.tensors(), checkpoint_id=temporary, no_dist=not dist.is_initialized())
+                dcp.save(self.tensors(), checkpoint_id=temporary)
             on_main_rank_first(publish)
         except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
             kept = self.checkpoints()
@@ -2337,8 +2337,7 @@ class Run:
             state = torch.load(path / "state.pt", weights_only=True)
             if state["next_step"] > 0:
                 tensors = self.tensors()
-                with quiet_checkpoint():
-                    dcp.load(tensors, checkpoint_id=path, no_dist=not dist.is_initialized())
+                dcp.load(tensors, checkpoint_id=path)
                 for name, (model, optimizer, _) in self.trained.items():
                     set_state_dict(model, optimizer, model_state_dict=tensors[name]["model"],
                                    optim_state_dict=tensors[name]["optimizer"])
@@ -2384,11 +2383,3 @@ def innermost(error: BaseException) -> str:
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
-@contextlib.contextmanager
-def quiet_checkpoint():
-    """torch.distributed.checkpoint warns of running in one process, which is meant."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
