@@ -2102,9 +2102,7 @@ class Run:
         self.open_logger = self.import_logger()
         self.device = setup_device()
         warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # of one process: it is meant
-        random.seed(cfg.seed)
-        np.random.seed(cfg.seed)
-        torch.manual_seed(cfg.seed)
+        transformers.set_seed(cfg.seed)
 
     def check_directory(self):
         cfg, directory = self.cfg, self.directory
@@ -2301,10 +2299,12 @@ class Run:
         """Write to a temporary name, flush, rename; only then remove the previous one. Collective."""
         final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
         temporary = final.with_suffix(".tmp")
+        kind, keys, *rest = np.random.get_state()  # keys is an array, which weights_only=True would not load
         state = {"next_step": self.next_step, "position": self.data.position, "bad_steps": self.bad_steps,
                  "extra": self.extra,
                  "schedules": {name: schedule.state_dict() for name, (_, _, schedule) in self.trained.items()},
-                 "random": random_states()}
+                 "random": {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest],
+                            "torch": torch.get_rng_state()}}  # rank 0's; scripts draw from torch's, alike on all ranks
 
         def prepare():
             for leftover in final.parent.glob("*.tmp"):
@@ -2345,7 +2345,9 @@ class Run:
                 schedule.load_state_dict(state["schedules"][name])
             self.next_step, self.data.position = state["next_step"], state["position"]
             self.bad_steps, self.extra = state["bad_steps"], state["extra"]
-            set_random_states(state["random"])
+            random.setstate(state["random"]["python"])
+            np.random.set_state(state["random"]["numpy"])
+            torch.set_rng_state(state["random"]["torch"])
         except Exception as error:  # damaged files raise anything, from EOFError to UnpicklingError
             raise UserError(f"--resume: {path} is damaged or of another model: {innermost(error)}") from error
         if self.next_step > self.cfg.steps + 1:  # at + 1 it may have been killed while it wrote model/
@@ -2363,19 +2365,6 @@ class Run:
                 temporary = path.with_suffix(".tmp")
                 temporary.write_text("".join(line + "\n" for line in kept))
                 os.replace(temporary, path)
-
-
-def random_states() -> dict:
-    """Rank 0's, of Python, NumPy and torch. (Scripts draw from torch's alone, alike on every rank.)"""
-    kind, keys, *rest = np.random.get_state()
-    return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest], "torch": torch.get_rng_state()}
-
-
-def set_random_states(states: dict) -> None:
-    random.setstate(states["python"])
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(states["torch"])
 
 
 def innermost(error: BaseException) -> str:
