@@ -2099,7 +2099,8 @@ class Run:
         self.cfg, self.directory = cfg, Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
         self.next_step, self.bad_steps, self.stop_signal = 0, 0, None
         self.check_directory()
-        self.open_logger = self.import_logger()
+        if cfg.log_to != "none" and not importlib.util.find_spec(cfg.log_to):
+            raise UserError(f"--log_to {cfg.log_to}: pip install {cfg.log_to}")
         self.device = setup_device()
         warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # of one process: it is meant
         transformers.set_seed(cfg.seed)
@@ -2138,24 +2139,6 @@ class Run:
                 raise UserError(f"--resume: --{name} was {flags.get(name)!r} and is now {value!r}; "
                                 "that would be another run")
 
-    def import_logger(self):
-        """The logger's constructor, imported early so that a missing package costs nothing."""
-        if self.cfg.log_to == "none" or int(os.environ.get("RANK", 0)) > 0:
-            return None
-        try:
-            if self.cfg.log_to == "wandb":
-                import wandb
-                return lambda: wandb.init(project="rl", name=self.directory.name, config=dataclasses.asdict(self.cfg),
-                                          dir=self.directory, resume="allow").log
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UserError(f"--log_to {self.cfg.log_to}: pip install {self.cfg.log_to}") from None
-
-        def tensorboard():
-            writer = SummaryWriter(self.directory / "tensorboard")
-            return lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()]
-        return tensorboard
-
     def start(self, data: Shuffled, **trained) -> None:
         """Everything is loaded and checked: create the directory, or take up its checkpoint.
 
@@ -2172,11 +2155,21 @@ class Run:
             self.save_checkpoint()
         if rank() == 0:
             self.drop_later_lines()
-            self.log = self.open_logger() if self.open_logger else None
+            self.log = self.open_logger() if self.cfg.log_to != "none" else None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.note_signal)
         self.bar = tqdm(total=self.cfg.steps, initial=max(0, self.next_step - 1), desc=self.script, unit="step",
                         disable=rank() > 0, dynamic_ncols=True)
+
+    def open_logger(self):
+        """--log_to's log(metrics, step=step)."""
+        if self.cfg.log_to == "wandb":
+            import wandb
+            return wandb.init(project="rl", name=self.directory.name, config=dataclasses.asdict(self.cfg),
+                              dir=self.directory, resume="allow").log
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter(self.directory / "tensorboard")
+        return lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()]
 
     def make_directory(self):
         if self.cfg.overwrite:
