@@ -2050,8 +2050,8 @@ def make_optimizer(model, cfg, betas=(0.9, 0.999)):
 
     Call it after `load_model` has sharded the model. It also sets --freeze_layers and --gradient_checkpointing up.
     """
-    count = int(cfg.freeze_layers * len(decoder_layers(model)))
-    for layer in decoder_layers(model)[:count]:
+    layers = decoder_layers(model)
+    for layer in layers[:int(cfg.freeze_layers * len(layers))]:
         layer.requires_grad_(False)
     if cfg.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -2067,20 +2067,17 @@ class Meter:
     """Weighted means over micro-batches and ranks, kept on the device until `means` asks for them."""
 
     def __init__(self):
-        self.sums, self.weights = {}, {}
+        self.sums = {}  # name: (Σ weight · value, Σ weight)
 
     def add(self, weight, /, **values) -> None:
         for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value * weight
-            self.weights[name] = self.weights.get(name, 0.0) + weight
+            total, weights = self.sums.get(name, (0.0, 0.0))
+            self.sums[name] = total + value * weight, weights + weight
 
     def means(self) -> dict[str, float]:
         """Collective."""
-        names = list(self.sums)
-        table = torch.tensor([[float(self.sums[n]) for n in names], [float(self.weights[n]) for n in names]],
-                             dtype=torch.float64)
-        sums, weights = sum_over_ranks(table).tolist() if names else ([], [])
-        return {name: s / w if w else 0.0 for name, s, w in zip(names, sums, weights)}
+        sums = torch.tensor([[float(s), float(w)] for s, w in self.sums.values()], dtype=torch.float64)
+        return {name: s / w if w else 0.0 for name, (s, w) in zip(self.sums, sum_over_ranks(sums).tolist())}
 
 
 class Run:
@@ -2214,8 +2211,7 @@ class Run:
         is counted; --max_bad_steps of them in a row end the run. Returns loss, grad_norm (before clipping) and lr.
         """
         loss = sum_over_ranks(loss.clone()).item()
-        norm = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None],
-                                              self.cfg.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.cfg.max_grad_norm)
         norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
         lr = schedule.get_last_lr()[0]
         if math.isfinite(norm) and math.isfinite(loss):
