@@ -2094,7 +2094,7 @@ class Run:
         """Check the output directory, join the other ranks, seed. Writes nothing yet."""
         self.script = Path(sys.argv[0]).name
         self.cfg, self.directory = cfg, Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
-        self.next_step, self.bad_steps, self.stop_signal = 0, 0, None
+        self.next_step, self.bad_steps, self.stop_signal = 0, 0, 0
         self.check_directory()
         if cfg.log_to != "none" and not importlib.util.find_spec(cfg.log_to):
             raise UserError(f"--log_to {cfg.log_to}: pip install {cfg.log_to}")
@@ -2252,21 +2252,19 @@ class Run:
             if self.log:
                 self.log(metrics, step=step)
             self.bar.update(step > 0)
-            shown = {"reward": "reward", "accuracy": "accuracy", "pair_accuracy": "pairs", "entropy": "entropy",
-                     "tokens_per_second": "tok/s"}
-            self.bar.set_postfix({short: f"{metrics[name]:.{0 if short == 'tok/s' else 3}f}"
-                                  for name, short in shown.items() if name in metrics})
-        evaluation = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+            shown = {"reward": ".3f", "accuracy": ".3f", "pair_accuracy": ".3f", "entropy": ".3f",
+                     "tokens_per_second": ".0f"}
+            self.bar.set_postfix({name: format(metrics[name], spec) for name, spec in shown.items() if name in metrics})
+        evaluation = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval_")]
         if evaluation:
-            say(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in evaluation.items()))
+            say(f"step {step}: {', '.join(evaluation)}")
         self.next_step = step + 1
-        if world_size() > 1:
-            self.stop_signal = max(gather_in_order([self.stop_signal or 0])) or None
-        if step and (self.stop_signal or step % self.cfg.save_every == 0 or step == self.cfg.steps):
+        stop_signal = max(gather_in_order([self.stop_signal]))
+        if step and (stop_signal or step % self.cfg.save_every == 0 or step == self.cfg.steps):
             self.save_checkpoint()
-        if self.stop_signal:
+        if stop_signal:
             say(f"stopped after step {step}; go on with the same command and --resume")
-            sys.exit(128 + self.stop_signal)
+            sys.exit(128 + stop_signal)
 
     def finish(self, model, tokenizer) -> None:
         """Write OUTPUT_DIR/model."""
