@@ -2120,8 +2120,8 @@ class Run:
                             "replaces it, another --output_dir leaves it alone")
 
     def checkpoints(self) -> list[Path]:
-        """Complete checkpoints, oldest first: a directory gets its name only when all of it is on disk."""
-        return sorted(path for path in (self.directory / "checkpoint").glob("step-*") if path.suffix == "")
+        """Complete checkpoints, oldest first: a directory gets such a name only when all of it is on disk."""
+        return sorted((self.directory / "checkpoint").glob("step-*"))
 
     def check_same_run(self):
         try:
@@ -2276,16 +2276,13 @@ class Run:
 
     def tensors(self) -> dict:
         """Models and optimizers, in the form that torch.distributed.checkpoint saves and fills in place."""
-        state = {}
-        for name, (model, optimizer, _) in self.trained.items():
-            weights, moments = get_state_dict(model, optimizer)
-            state[name] = {"model": weights, "optimizer": moments}
-        return state
+        return {name: dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+                for name, (model, optimizer, _) in self.trained.items()}
 
     def save_checkpoint(self) -> None:
         """Write to a temporary name, flush, rename; only then remove the previous one. Collective."""
         final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
-        temporary = final.with_suffix(".tmp")
+        temporary = final.with_name("unfinished")
         kind, keys, *rest = np.random.get_state()  # keys is an array, which weights_only=True would not load
         state = {"next_step": self.next_step, "position": self.data.position, "bad_steps": self.bad_steps,
                  "extra": self.extra,
@@ -2294,8 +2291,7 @@ class Run:
                             "torch": torch.get_rng_state()}}  # rank 0's; scripts draw from torch's, alike on all ranks
 
         def prepare():
-            for leftover in final.parent.glob("*.tmp"):
-                shutil.rmtree(leftover)
+            shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
 
         def publish():
@@ -2313,9 +2309,8 @@ class Run:
                 dcp.save(self.tensors(), checkpoint_id=temporary)
             on_main_rank_first(publish)
         except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
-            kept = self.checkpoints()
-            left = f"{kept[-1].name} is intact" if kept else "there is no earlier checkpoint"
-            raise TrainingFailed(f"cannot save to {final.parent}: {innermost(error)}; {left}") from error
+            intact = self.checkpoints()[-1].name if self.checkpoints() else "no checkpoint"
+            raise TrainingFailed(f"cannot save to {final.parent}: {innermost(error)}; {intact} is intact") from error
 
     def load_checkpoint(self) -> None:
         """Fill models, optimizers, schedules, data position and random states from the newest checkpoint."""
