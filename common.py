@@ -2104,18 +2104,16 @@ class Run:
 
     def check_directory(self):
         cfg, directory = self.cfg, self.directory
-        if directory.exists() and not directory.is_dir():
-            raise UserError(f"--output_dir {directory}: is a file")
         ancestor = next(path for path in [directory, *directory.absolute().parents] if path.exists())
         if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
-            raise UserError(f"--output_dir {directory}: {ancestor} is not a directory one can write to")
+            raise UserError(f"--output_dir {directory}: {ancestor} is a file or write-protected")
         if cfg.resume and cfg.overwrite:
             raise UserError("--resume and --overwrite exclude each other")
         if cfg.resume:
             if not self.checkpoints():
                 raise UserError(f"--resume: no checkpoint in {directory / 'checkpoint'}")
             self.check_same_run()
-        elif not cfg.overwrite and directory.exists() and any(directory.iterdir()):
+        elif not cfg.overwrite and any(directory.glob("*")):
             raise UserError(f"--output_dir {directory}: holds a run already; --resume goes on with it, --overwrite "
                             "replaces it, another --output_dir leaves it alone")
 
@@ -2170,10 +2168,8 @@ class Run:
 
     def make_directory(self):
         if self.cfg.overwrite:
-            for name in ("checkpoint", "model", "tensorboard"):
+            for name in ("checkpoint", "model", "tensorboard"):  # `drop_later_lines` empties the .jsonl files
                 shutil.rmtree(self.directory / name, ignore_errors=True)
-            for name in ("metrics.jsonl", "samples.jsonl"):
-                (self.directory / name).unlink(missing_ok=True)
         self.directory.mkdir(parents=True, exist_ok=True)
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
                                 cwd=Path(__file__).parent).stdout.strip() if shutil.which("git") else ""
