@@ -2046,10 +2046,7 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def make_optimizer(model, cfg, betas=(0.9, 0.999)):
-    """AdamW on the trainable parameters; a rate that rises over --warmup_steps updates, then follows --lr_schedule.
-
-    Call it after `load_model` has sharded the model. It also sets --freeze_layers and --gradient_checkpointing up.
-    """
+    """(AdamW, schedule) of a model from `load_model`. Sets up --freeze_layers and --gradient_checkpointing as well."""
     layers = decoder_layers(model)
     for layer in layers[:int(cfg.freeze_layers * len(layers))]:
         layer.requires_grad_(False)
@@ -2333,15 +2330,14 @@ class Run:
 
     def drop_later_lines(self) -> None:
         """Lines of steps that will be done again, written after the checkpoint was."""
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            path = self.directory / name
+        for path in (self.directory / "metrics.jsonl", self.directory / "samples.jsonl"):
             if path.exists():
                 kept = []
                 for line in path.read_text().splitlines():
                     with contextlib.suppress(ValueError):  # the last may be cut
-                        kept += [line] if json.loads(line)["step"] < self.next_step else []
+                        kept += [line + "\n"] if json.loads(line)["step"] < self.next_step else []
                 temporary = path.with_suffix(".tmp")
-                temporary.write_text("".join(line + "\n" for line in kept))
+                temporary.write_text("".join(kept))
                 os.replace(temporary, path)
 
 
