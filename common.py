@@ -117,12 +117,12 @@ LIMITS = {
     **dict.fromkeys("steps prompts_per_step pairs_per_step minibatches updates_per_batch max_new_tokens save_every "
                     "eval_every eval_samples micro_batch_tokens max_prompt_tokens max_bad_steps "
                     "max_completion_tokens max_generation_batches".split(), (1, math.inf)),
-    **dict.fromkeys("seed warmup_steps overlong_buffer kl_coef kl_target format_reward entropy_coef value_coef lr "
+    **dict.fromkeys("warmup_steps overlong_buffer kl_coef kl_target format_reward entropy_coef value_coef lr "
                     "value_lr center_coef".split(), (0, math.inf)),
     **dict.fromkeys("max_grad_norm temperature beta".split(), (1e-8, math.inf)),
     **dict.fromkeys("clip_eps clip_low value_clip_eps".split(), (0, 1)),
     **dict.fromkeys("freeze_layers gamma lam".split(), (0, 1)),
-    "group_size": (2, math.inf), "clip_high": (0, 10), "label_smoothing": (0, 0.5),
+    "seed": (0, 2 ** 32 - 1), "group_size": (2, math.inf), "clip_high": (0, 10), "label_smoothing": (0, 0.5),
 }
 
 
@@ -178,7 +178,7 @@ def memory_advice(error: BaseException) -> str:
     """Which phase ran out of memory, and which flag to turn: read off the functions on the error's traceback."""
     functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     phases = {"load_model": "while loading the model: use more GPUs",
-              "sample": "while sampling: start again with fewer --prompts_per_step or --max_new_tokens",
+              "sample": "while sampling: start again with fewer prompts a step or --max_new_tokens",
               "optimizer_step": "in the optimizer step: use more GPUs, or start again with --freeze_layers"}
     return next((advice for name, advice in phases.items() if name in functions),
                 "in a forward or backward pass: --resume with fewer --micro_batch_tokens or --gradient_checkpointing")
@@ -311,9 +311,10 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
     with one_line_errors(f"--model {name}: not a model that transformers can load"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **config_changes)
         saved_dtype = config.dtype or torch.float32
-        for key, value in config.to_dict().items():
-            if re.search("drop$|dropout", key) and isinstance(value, float):
-                setattr(config, key, 0.0)
+        for part in (config, config.get_text_config()):  # the same, but for models that read more than text
+            for key, value in part.to_dict().items():
+                if re.search("drop$|dropout", key) and isinstance(value, float):
+                    setattr(part, key, 0.0)
         dtype = torch.bfloat16 if device.type == "cuda" and not trainable else torch.float32
         with torch.random.fork_rng(devices=[]):  # only rank 0 draws, where a head is new
             if rank() == 0:
@@ -377,7 +378,8 @@ def scale_fresh_head(model) -> None:
 
 def decoder_layers(model) -> torch.nn.ModuleList:
     """The stack of transformer layers: the longest ModuleList of the base model."""
-    return max((module for module in model.base_model.modules() if isinstance(module, torch.nn.ModuleList)), key=len)
+    stacks = (module for module in model.base_model.modules() if isinstance(module, torch.nn.ModuleList))
+    return max(stacks, key=len, default=torch.nn.ModuleList())
 
 
 def shard(model, device: torch.device):
@@ -2267,18 +2269,20 @@ class Run:
 
     # checkpoint/step-000020/ holds the sharded tensors (torch.distributed.checkpoint) and state.pt (all the rest)
 
-    def tensors(self) -> dict:
+    def tensors(self, names: list[str]) -> dict:
         """Models and optimizers, in the form that torch.distributed.checkpoint saves and fills in place."""
-        return {name: dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-                for name, (model, optimizer, _) in self.trained.items()}
+        return {name: dict(zip(("model", "optimizer"), get_state_dict(*self.trained[name][:2]))) for name in names}
 
     def save_checkpoint(self) -> None:
         """Write to a temporary name, flush, rename; only then remove the previous one. Collective."""
         final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
         temporary = final.with_name("unfinished")
+        # Before its first update an optimizer has no state, and its model is as it was loaded. (get_state_dict would
+        # make a state by a step at rate 0, which AdamW counts.)
+        stepped = [name for name, (_, optimizer, _) in self.trained.items() if optimizer.state]
         kind, keys, *rest = np.random.get_state()  # keys is an array, which weights_only=True would not load
         state = {"next_step": self.next_step, "position": self.data.position, "bad_steps": self.bad_steps,
-                 "extra": self.extra,
+                 "extra": self.extra, "stepped": stepped,
                  "schedules": {name: schedule.state_dict() for name, (_, _, schedule) in self.trained.items()},
                  "random": {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest],
                             "torch": torch.get_rng_state()}}  # rank 0's; scripts draw from torch's, alike on all ranks
@@ -2298,8 +2302,8 @@ class Run:
                 shutil.rmtree(older)
         try:
             on_main_rank_first(prepare)
-            if self.next_step > 0:  # before the first step the optimizer has no state, the model is still --model
-                dcp.save(self.tensors(), checkpoint_id=temporary)
+            if stepped:
+                dcp.save(self.tensors(stepped), checkpoint_id=temporary)
             on_main_rank_first(publish)
         except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
             intact = self.checkpoints()[-1].name if self.checkpoints() else "no checkpoint"
@@ -2310,12 +2314,12 @@ class Run:
         path = self.checkpoints()[-1]
         try:
             state = torch.load(path / "state.pt", weights_only=True)
-            if state["next_step"] > 0:
-                tensors = self.tensors()
+            if state["stepped"]:
+                tensors = self.tensors(state["stepped"])
                 dcp.load(tensors, checkpoint_id=path)
-                for name, (model, optimizer, _) in self.trained.items():
-                    set_state_dict(model, optimizer, model_state_dict=tensors[name]["model"],
-                                   optim_state_dict=tensors[name]["optimizer"])
+                for name, saved in tensors.items():
+                    set_state_dict(*self.trained[name][:2], model_state_dict=saved["model"],
+                                   optim_state_dict=saved["optimizer"])
             for name, (_, _, schedule) in self.trained.items():
                 schedule.load_state_dict(state["schedules"][name])
             self.next_step, self.data.position = state["next_step"], state["position"]

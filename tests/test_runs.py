@@ -297,6 +297,33 @@ def test_a_non_finite_update_is_skipped_counted_and_ends_the_run(bad, capsys):
     assert run.saved
 
 
+def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp_path, monkeypatch):
+    """AdamW's first update is lr·sign(gradient) whatever the gradient's size: 0.1 here, 0.074 if it had counted a step.
+
+    (DAPO's first steps may find no informative group, and so make no update.)
+    """
+    import dapo
+    monkeypatch.setattr(sys, "argv", ["dapo.py"])
+
+    def begin(**flags):
+        model = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        run = common.Run(dapo.Config(output_dir=str(tmp_path / "run"), lr=0.1, lr_schedule="constant", **flags))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        run.start(common.Shuffled([1, 2], 0), policy=(model, optimizer, schedule))
+        return run, model, optimizer, schedule
+
+    first = begin()
+    first[0].end_step(1, {})
+    first[0].save_checkpoint()
+    for run, model, optimizer, schedule in (first, begin(resume=True)):
+        assert run.next_step == 2
+        model(torch.ones(1, 2)).sum().backward()
+        run.optimizer_step(model, optimizer, schedule, torch.tensor(0.0))
+        assert torch.allclose(model.weight, torch.full((1, 2), 0.9))
+
+
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch, whole_run):
     """The write fails half-way: the checkpoint that was there is still there, and the message says so."""
     directory = tmp_path / "run"
@@ -331,7 +358,7 @@ def test_gradient_checkpointing_changes_nothing_and_frozen_layers_stay(script, s
     assert moved == {"1", "2"}
 
 
-@pytest.mark.parametrize("function, advice", [("sample", "while sampling: start again with fewer --prompts_per_step"),
+@pytest.mark.parametrize("function, advice", [("sample", "while sampling: start again with fewer prompts a step"),
                                               ("token_logprobs", "--resume with fewer --micro_batch_tokens")])
 def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp_path, monkeypatch):
     scope = {"torch": torch}
