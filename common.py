@@ -1500,32 +1500,29 @@ def micro_batches(batch, blocks: list, max_tokens: int):
     ranks, one yields a block again, with T = 0: give it no weight.
     """
     total, completion = batch.attention_mask.sum(1).tolist(), batch.mask.sum(1).tolist()
-    blocks = [[int(block)] if not isinstance(block, list) else block for block in blocks]
-    prompt = {row: total[row] - completion[row] for block in blocks for row in block}
+    prompt = [t - c for t, c in zip(total, completion)]
+    blocks = [block if isinstance(block, list) else [int(block)] for block in blocks]
 
-    def size(rows):
-        return len(rows) * (max(prompt[row] for row in rows) + max(completion[row] for row in rows))
-
-    def padding(rows):  # share of what is computed for nothing
-        return 1 - sum(total[row] for row in rows) / len(rows) / max(total[row] for row in rows)
+    def fits(rows):  # padding: the share of what is computed for nothing
+        size = len(rows) * (max(prompt[row] for row in rows) + max(completion[row] for row in rows))
+        padding = 1 - sum(total[row] for row in rows) / len(rows) / max(total[row] for row in rows)
+        return size <= max_tokens / 4 or size <= max_tokens and padding <= MAX_PADDING
 
     dealt = []  # lists of blocks
     for block in sorted(blocks, key=lambda block: -max(total[row] for row in block)):
-        rows = [row for b in [*(dealt[-1] if dealt else []), block] for row in b]
-        if dealt and (size(rows) <= max_tokens / 4 or size(rows) <= max_tokens and padding(rows) <= MAX_PADDING):
+        if dealt and fits([row for b in [*dealt[-1], block] for row in b]):
             dealt[-1].append(block)
         else:
             dealt.append([block])
     while len(dealt) % world_size():  # halve the micro-batch with most blocks until there is one for each rank
-        largest = max(range(len(dealt)), key=lambda i: len(dealt[i]))
-        halves = dealt[largest][::2], dealt[largest][1::2]
-        dealt[largest:largest + 1] = halves if halves[1] else [dealt[largest], []]
+        i = dealt.index(max(dealt, key=len))
+        dealt[i:i + 1] = dealt[i][::2], dealt[i][1::2]
     L = batch.input_ids.shape[1] - batch.mask.shape[1]
     for group in dealt[rank()::world_size()]:
-        rows = [row for block in group for row in block]
-        T = max((completion[row] for row in rows), default=0)
-        rows = torch.tensor(rows or blocks[0], device=batch.mask.device)
-        columns = slice(L - max(prompt[row] for row in rows.tolist()), L + T)
+        rows = [row for block in group or blocks[:1] for row in block]
+        T = max(completion[row] for row in rows) if group else 0
+        columns = slice(L - max(prompt[row] for row in rows), L + T)
+        rows = torch.tensor(rows, device=batch.mask.device)
         yield rows, batch.input_ids[rows, columns], batch.attention_mask[rows, columns], T
 
 
