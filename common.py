@@ -1430,35 +1430,31 @@ def head_is_sliceable(model) -> bool:
     return _SLICEABLE[model]
 
 
-def token_values(model, input_ids, attention_mask, num_completion_tokens: int):
+def token_values(model, input_ids, attention_mask, T: int):
     """Value [B, T], float32, of the state before each of the last T tokens, 0 on padding.
 
     The value at token t reads the tokens up to t - 1: what the policy knew when it chose t. `model` is a sequence
     classifier with one label, whose head is `score`.
     """
-    return call_gathered(state_values, model, input_ids, attention_mask, num_completion_tokens)
-
-
-def state_values(model, input_ids, attention_mask, T):
     cells = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)  # (row [n], column [n]) of real tokens
-    hidden = hidden_states(model, input_ids, attention_mask, T, *cells)  # from before they were read
-    empty = torch.zeros(len(input_ids), T, device=hidden.device)
-    return empty.index_put(cells, model.score(hidden)[:, 0].float())
+    values = call_gathered(scores_at, model, input_ids, attention_mask, T, *cells)[:, 0]  # from before they were read
+    return torch.zeros(len(input_ids), T, device=values.device).index_put(cells, values)
 
 
-def sequence_scores(model, input_ids, attention_mask, num_completion_tokens: int = 0):
+def sequence_scores(model, input_ids, attention_mask, T: int = 0):
     """A sequence classifier's score [B], float32, at the last real token of each row, EOS included.
 
-    By position, not by `ids != pad`: the pad token may be the EOS. What comes before the last `num_completion_tokens`
-    columns is read once for all rows that have it in common.
+    By position, not by `ids != pad`: the pad token may be the EOS. What comes before the last T columns is read once
+    for all rows that have it in common.
     """
-    return call_gathered(last_token_scores, model, input_ids, attention_mask, num_completion_tokens)
-
-
-def last_token_scores(model, input_ids, attention_mask, T):
     row = torch.arange(len(input_ids), device=input_ids.device)
     read = attention_mask[:, input_ids.shape[1] - T:].sum(1)
-    return model.score(hidden_states(model, input_ids, attention_mask, T, row, read))[:, 0].float()
+    return call_gathered(scores_at, model, input_ids, attention_mask, T, row, read)[:, 0]
+
+
+def scores_at(model, *where):
+    """The head's scores [n, 1], float32 (no view: FSDP warns of those), at what `hidden_states` finds there."""
+    return model.score(hidden_states(model, *where)).float()
 
 
 @torch.no_grad()
