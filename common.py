@@ -1269,10 +1269,8 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     each slice. Architectures whose logits are not what `head_logits` makes of the hidden states get all logits at
     once, with one warning.
     """
-    arguments = (input_ids, attention_mask, num_completion_tokens, temperature)
-    if head_is_sliceable(model):
-        return call_gathered(sliced_logprobs, model, *arguments)
-    return call_gathered(unsliced_logprobs, model, *arguments)
+    function = sliced_logprobs if head_is_sliceable(model) else unsliced_logprobs
+    return call_gathered(function, model, input_ids, attention_mask, num_completion_tokens, temperature)
 
 
 def hidden_states(model, input_ids, attention_mask, T: int, row, column):
@@ -1343,7 +1341,7 @@ def head_logits(model, hidden):
 
 def sliced_logprobs(model, input_ids, attention_mask, T, temperature):
     def one_slice(hidden, targets):
-        return logits_to_logprobs(head_logits(model, hidden), targets, temperature)
+        return TargetLogprobs.apply(head_logits(model, hidden), targets, temperature)
 
     cells = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)  # (row [n], column [n]) of real tokens
     hidden = hidden_states(model, input_ids, attention_mask, T, *cells)  # what predicts them
@@ -1352,37 +1350,34 @@ def sliced_logprobs(model, input_ids, attention_mask, T, temperature):
     slices = [(recompute_in_backward(one_slice, h, y, use_reentrant=False) if len(hidden) > size else one_slice(h, y))
               for h, y in zip(hidden.split(size), targets.split(size))]
     empty = torch.zeros(len(input_ids), T, device=hidden.device)
-    logprobs, entropy = (torch.cat(values) for values in zip(*slices))
-    return empty.index_put(cells, logprobs), empty.index_put(cells, entropy)
+    return tuple(empty.index_put(cells, torch.cat(values)) for values in zip(*slices))
 
 
 def unsliced_logprobs(model, input_ids, attention_mask, T, temperature):
     """The same from the model's own logits, for heads of another form: holds [B, L+T, V]."""
     extra = {"position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0)} if takes_position_ids(model) else {}
     logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **extra).logits
-    logits = logits[:, input_ids.shape[1] - T - 1:-1].float()  # the logits before a token predict it
+    logits = logits[:, input_ids.shape[1] - T - 1:-1]  # the logits before a token predict it
     cells = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)
-    logprobs, entropy = logits_to_logprobs(logits[cells], input_ids[:, input_ids.shape[1] - T:][cells], temperature)
+    targets = input_ids[:, input_ids.shape[1] - T:][cells]
     empty = torch.zeros(len(input_ids), T, device=logits.device)
-    return empty.index_put(cells, logprobs), empty.index_put(cells, entropy)
-
-
-def logits_to_logprobs(logits, targets, temperature):
-    """logits [n, V], targets [n] -> log-probability of the target [n], entropy of the distribution [n]."""
-    return TargetLogprobs.apply(logits / temperature if temperature != 1.0 else logits, targets)
+    return tuple(empty.index_put(cells, values)
+                 for values in TargetLogprobs.apply(logits[cells].float(), targets, temperature))
 
 
 class TargetLogprobs(torch.autograd.Function):
-    """What plain operations would give, with two tensors of [n, V] in the backward pass rather than five.
+    """logits [n, V], targets [n] -> log-probability of the target [n], entropy of the distribution [n].
 
-    With p the probabilities and H their entropy,  ∂ log p_y / ∂ logit_v = 1[v = y] − p_v  and
-    ∂H / ∂ logit_v = −p_v (log p_v + H).
+    What plain operations would give, with two tensors of [n, V] in the backward pass rather than five. With p the
+    probabilities, H their entropy and τ the temperature,  ∂ log p_y / ∂ logit_v = (1[v = y] − p_v) / τ  and
+    ∂H / ∂ logit_v = −p_v (log p_v + H) / τ.
     """
 
     @staticmethod
-    def forward(ctx, logits, targets):
+    def forward(ctx, logits, targets, temperature):
         ctx.set_materialize_grads(False)
-        logp = logits.log_softmax(-1)
+        ctx.temperature = temperature
+        logp = (logits / temperature if temperature != 1.0 else logits).log_softmax(-1)
         entropy = -torch.bmm(logp.exp()[:, None], logp[:, :, None])[:, 0, 0]  # −Σ p log p
         ctx.save_for_backward(logp, targets, entropy)
         return logp.gather(-1, targets[:, None])[:, 0], entropy
@@ -1390,15 +1385,11 @@ class TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, grad_entropy):
         logp, targets, entropy = ctx.saved_tensors
-        out = logp.exp()
-        if grad_entropy is not None:
-            factor = logp.add_(entropy[:, None]).mul_(grad_entropy[:, None])  # logp is nobody else's
-            out = out.mul_(factor if grad is None else factor.add_(grad[:, None])).neg_()
-        else:
-            out = out.mul_(-grad[:, None])
-        if grad is not None:
-            out.scatter_add_(-1, targets[:, None], grad[:, None])
-        return out, None
+        grad = (torch.zeros_like(entropy) if grad is None else grad)[:, None] / ctx.temperature
+        out, factor = logp.exp(), -grad
+        if grad_entropy is not None:  # logp is nobody else's
+            factor = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None] / ctx.temperature).sub_(grad)
+        return out.mul_(factor).scatter_add_(-1, targets[:, None], grad), None, None
 
 
 def takes_position_ids(model) -> bool:
