@@ -45,7 +45,6 @@ import traceback
 import types
 import unicodedata
 import warnings
-import weakref
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -1396,29 +1395,26 @@ def takes_position_ids(model) -> bool:
     return "position_ids" in inspect.signature(type(model).forward).parameters
 
 
-_SLICEABLE = weakref.WeakKeyDictionary()  # model -> whether its logits are what `head_logits` makes of hidden states
-
-
 @torch.no_grad()
 def head_is_sliceable(model) -> bool:
-    """Compare both paths once per model, on eight tokens; warn where they differ."""
-    if model not in _SLICEABLE:
-        training = model.training
-        model.eval()
-        ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
-        arguments = (ids, torch.ones_like(ids), 7, 1.0)
-        try:
-            sliced = call_gathered(sliced_logprobs, model, *arguments)[0]
-            full = call_gathered(unsliced_logprobs, model, *arguments)[0]
-            tolerance = 1e-4 if model.device.type == "cpu" else 0.1  # bfloat16 kernels round by shape
-            _SLICEABLE[model] = torch.allclose(sliced, full, rtol=tolerance, atol=tolerance)
-        except (AttributeError, TypeError):
-            _SLICEABLE[model] = False
-        if not _SLICEABLE[model]:
-            warnings.warn(f"{type(model).__name__}: its logits are not a plain head on the last hidden states, so "
-                          "log-probs hold all logits at once; lower --micro_batch_tokens if memory runs out")
-        model.train(training)
-    return _SLICEABLE[model]
+    """Are its logits what `head_logits` makes of hidden states? Compared once, on eight tokens; warns if not."""
+    if hasattr(model, "head_is_sliceable"):
+        return model.head_is_sliceable
+    training = model.training
+    model.eval()
+    ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
+    try:
+        sliced, full = (call_gathered(function, model, ids, torch.ones_like(ids), 7, 1.0)[0]
+                        for function in (sliced_logprobs, unsliced_logprobs))
+        tolerance = 1e-4 if model.device.type == "cpu" else 0.1  # bfloat16 kernels round by shape
+        model.head_is_sliceable = torch.allclose(sliced, full, rtol=tolerance, atol=tolerance)
+    except (AttributeError, TypeError):
+        model.head_is_sliceable = False
+    if not model.head_is_sliceable:
+        warnings.warn(f"{type(model).__name__}: its logits are not a plain head on the last hidden states, so "
+                      "log-probs hold all logits at once; lower --micro_batch_tokens if memory runs out")
+    model.train(training)
+    return model.head_is_sliceable
 
 
 def token_values(model, input_ids, attention_mask, T: int):
