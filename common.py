@@ -961,25 +961,21 @@ def eos_ids(model, tokenizer) -> list[int]:
     return sorted(ids - {None})
 
 
-def join_rollouts(rollouts: list[Rollout], pad_id: int) -> Rollout:
-    """One after the other, padded to the longest prompt and completion among them."""
+def join_drawn(drawn, pad_id: int):
+    """[(problems, rollout, rewards, correct), ...] -> one of each, padded to the longest prompt and completion."""
+    batches, rollouts, rewards, correct = zip(*drawn)
     L = max(r.input_ids.shape[1] - r.mask.shape[1] for r in rollouts)
     T = max(r.mask.shape[1] for r in rollouts)
 
     def pad(name, value):
         return torch.cat([F.pad(getattr(r, name), (L + r.mask.shape[1] - r.input_ids.shape[1], T - r.mask.shape[1]),
                                 value=value) for r in rollouts])
-    return Rollout(
+    rollout = Rollout(
         input_ids=pad("input_ids", pad_id), attention_mask=pad("attention_mask", 0),
         mask=torch.cat([F.pad(r.mask, (0, T - r.mask.shape[1])) for r in rollouts]),
         completions=[text for r in rollouts for text in r.completions],
         finished=torch.cat([r.finished for r in rollouts]))
-
-
-def join_drawn(drawn, pad_id: int):
-    """[(problems, rollout, rewards, correct), ...] -> one of each."""
-    batches, rollouts, rewards, correct = zip(*drawn)
-    return sum(batches, []), join_rollouts(rollouts, pad_id), torch.cat(rewards), torch.cat(correct)
+    return sum(batches, []), rollout, torch.cat(rewards), torch.cat(correct)
 
 
 @torch.no_grad()
