@@ -1441,26 +1441,21 @@ def scores_at(model, *where):
 
 
 @torch.no_grad()
-def rollout_values(model, rollout: Rollout, minibatches, max_tokens: int) -> torch.Tensor:
-    """Values [N, T] of the rows of `minibatches`, like `rollout_logprobs`."""
-    out = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
-    for minibatch in minibatches:
-        for rows, input_ids, attention_mask, T in micro_batches(rollout, minibatch, max_tokens):
-            out[rows, :T] = token_values(model, input_ids, attention_mask, T)
-    return out
-
-
-@torch.no_grad()
-def rollout_logprobs(model, rollout: Rollout, minibatches, max_tokens: int, temperature: float) -> torch.Tensor:
-    """Log-probs [N, T] of the rows of `minibatches`, without gradient; 0 elsewhere, and where the model is None.
+def rollout_values(model, rollout: Rollout, minibatches, max_tokens: int, compute=token_values) -> torch.Tensor:
+    """Values [N, T] of the rows of `minibatches`, without gradient; 0 elsewhere, and where the model is None.
 
     In the micro-batches of the update, so that in bfloat16 they round alike. Holds only this rank's share.
     """
     out = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
     for minibatch in minibatches if model is not None else []:
         for rows, input_ids, attention_mask, T in micro_batches(rollout, minibatch, max_tokens):
-            out[rows, :T] = token_logprobs(model, input_ids, attention_mask, T, temperature)[0]
+            out[rows, :T] = compute(model, input_ids, attention_mask, T)
     return out
+
+
+def rollout_logprobs(model, rollout: Rollout, minibatches, max_tokens: int, temperature: float) -> torch.Tensor:
+    """Log-probs [N, T], as `rollout_values`."""
+    return rollout_values(model, rollout, minibatches, max_tokens, lambda *args: token_logprobs(*args, temperature)[0])
 
 
 MAX_PADDING = 0.08  # of a micro-batch, unless it is below a quarter of --micro_batch_tokens
