@@ -955,10 +955,9 @@ class Rollout:
 
 def eos_ids(model, tokenizer) -> list[int]:
     """Every id that ends a completion: the tokenizer's, and those of the generation config (chat models have two)."""
-    ids = {tokenizer.eos_token_id}
     configured = getattr(model.generation_config, "eos_token_id", None)
-    ids.update(configured if isinstance(configured, (list, tuple)) else [configured])
-    return sorted(ids - {None})
+    configured = configured if isinstance(configured, (list, tuple)) else [configured]
+    return sorted({tokenizer.eos_token_id, *configured} - {None})
 
 
 def join_drawn(drawn, pad_id: int):
@@ -1031,14 +1030,12 @@ def rows_that_fit(model, length: int) -> int:
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    element = 2 if model.device.type == "cuda" else 4
-    row_bytes = 2 * config.num_hidden_layers * heads * head_dim * element * length
-    if model.device.type == "cuda":
-        reusable = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        free = torch.cuda.mem_get_info()[0] + reusable
+    if model.device.type == "cuda":  # what the allocator has reserved and does not use is free too
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        element = 2
     else:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    return max(1, int(free / 2 / row_bytes))
+        free, element = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4, 4
+    return max(1, int(free / 2 / (2 * config.num_hidden_layers * heads * head_dim * element * length)))
 
 
 def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, uniforms, temperature):
