@@ -1103,7 +1103,7 @@ class RoomyLayer(DynamicLayer):
     DynamicLayer copies all its keys and values to append a token, and again to drop a row. Here a token is written
     into its column, and only the rows that change place are copied.
     """
-    graph = None  # the GraphStep whose columns count, if there is one
+    column = None  # of a GraphStep, a tensor: where to write; `width` then says how many columns to read
 
     def __init__(self, layer: DynamicLayer, room: int):
         super().__init__()
@@ -1117,10 +1117,10 @@ class RoomyLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(self, keys, values, *args, **kwargs):
-        if self.graph:
-            self.keys.index_copy_(2, self.graph.column, keys)
-            self.values.index_copy_(2, self.graph.column, values)
-            return self.keys[:, :, :self.graph.width], self.values[:, :, :self.graph.width]
+        if self.column is not None:
+            self.keys.index_copy_(2, self.column, keys)
+            self.values.index_copy_(2, self.column, values)
+            return self.keys[:, :, :self.width], self.values[:, :, :self.width]
         self.keys[:, :, self.length], self.values[:, :, self.length] = keys[:, :, 0], values[:, :, 0]
         self.length += 1
         return self.keys[:, :, :self.length], self.values[:, :, :self.length]
@@ -1151,7 +1151,7 @@ class GraphStep:
         self.ids, self.position = torch.zeros(2, len(mask), 1, dtype=torch.long, device=mask.device)
         self.column = torch.tensor([column], device=mask.device)
         for layer in cache.layers:
-            layer.graph = self
+            layer.column, layer.width = self.column, self.width  # not self: a cycle would keep the cache in memory
         self.graph = None
         if mask.is_cuda:  # else each call runs the same kernels one by one: for tests
             with without_hooks(model):
@@ -1197,7 +1197,7 @@ def capture_step(model, cache, mask, column: int) -> GraphStep | None:
     except RuntimeError as error:
         warnings.warn(f"{type(model).__name__}: sampling without a CUDA graph, which is slower: {innermost(error)}")
         for layer in cache.layers:
-            layer.graph = None
+            layer.column = None
 
 
 @contextlib.contextmanager
