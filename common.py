@@ -1254,12 +1254,10 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     """Log-probability of each of the last T tokens, and the entropy of the distribution it was drawn from.
 
     input_ids, attention_mask: [B, L+T], padded on the left before the prompt and on the right after the completion.
-    Returns (logprobs, entropy), float32 [B, T], both of softmax(logits / temperature), 0 on padding; entropy carries
-    a gradient too (for PPO's entropy bonus).
+    Returns (logprobs, entropy), float32 [B, T], both of softmax(logits / temperature), 0 on padding, with gradients.
 
-    [B, T, V] never exists: the head runs on slices of the real completion tokens, and the backward pass recomputes
-    each slice. Architectures whose logits are not what `head_logits` makes of the hidden states get all logits at
-    once, with one warning.
+    [B, T, V] never exists: the head runs on slices of the real completion tokens, recomputed in the backward pass.
+    Where logits are not what `head_logits` makes of hidden states, all are held at once, with one warning.
     """
     function = sliced_logprobs if head_is_sliceable(model) else unsliced_logprobs
     return call_gathered(function, model, input_ids, attention_mask, num_completion_tokens, temperature)
@@ -1300,10 +1298,9 @@ def can_share_prompts(model) -> bool:
 def read_prompts_once(model, prompts, prompt_of, completions, width: int):
     """Hidden states [B, 1+T, H] at the last token of each row's prompt and at its completion's T tokens.
 
-    prompts [U, L], -1 for padding on the left; prompt_of [B], the prompt of each row; completions [B, T]. As in
-    sampling, the KV cache of a prompt is copied to its rows (a group, or the answers of a pair), which go on from
-    there. Gradients flow back through the copies. width: tokens of the longest row; padding gets no later position,
-    which may be beyond the context.
+    prompts [U, L], -1 for padding on the left; prompt_of [B], the prompt of each row; completions [B, T]. The KV cache
+    of a prompt is copied to its rows, which go on from there; gradients flow back through the copies. Padding gets no
+    position beyond `width`, the longest row: it may be beyond the context.
     """
     (B, T), L, real = completions.shape, prompts.shape[1], prompts >= 0
     cache = DynamicCache(config=model.config)
@@ -1413,8 +1410,7 @@ def head_is_sliceable(model) -> bool:
 def token_values(model, input_ids, attention_mask, T: int):
     """Value [B, T], float32, of the state before each of the last T tokens, 0 on padding.
 
-    The value at token t reads the tokens up to t - 1: what the policy knew when it chose t. `model` is a sequence
-    classifier with one label, whose head is `score`.
+    `model` is a sequence classifier with one label, whose head is `score`.
     """
     cells = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)  # (row [n], column [n]) of real tokens
     values = call_gathered(scores_at, model, input_ids, attention_mask, T, *cells)[:, 0]  # from before they were read
@@ -1461,11 +1457,10 @@ MAX_PADDING = 0.08  # of a micro-batch, unless it is below a quarter of --micro_
 def micro_batches(batch, blocks: list, max_tokens: int):
     """Deal the sequences of one optimizer step into micro-batches; yield this rank's.
 
-    batch: a Rollout, or anything with its input_ids, attention_mask and mask. blocks: row numbers, or lists of row
-    numbers that must stay together (the two answers of a pair). Yields (rows [B], input_ids [B, L+T],
-    attention_mask [B, L+T], T), trimmed to the longest prompt and completion among them, at most `max_tokens` padded
-    tokens unless a single block has more. Sorted by length, so that little padding is computed; one that is not tiny
-    is closed early where the next block would make too much of it padding.
+    batch: a Rollout, Batch or the like. blocks: row numbers, or lists of those that must stay together (answers to a
+    prompt). Yields (rows [B], input_ids [B, L+T], attention_mask [B, L+T], T), trimmed to the longest prompt and
+    completion among them, at most `max_tokens` tokens, padding included, unless a single block has more. Sorted by
+    length, and not filled up where the next block would make too much of it padding.
 
     Every rank yields the same number: FSDP's gradient reduction waits for all. Where there are fewer blocks than
     ranks, one yields a block again, with T = 0: give it no weight.
