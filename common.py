@@ -668,15 +668,12 @@ def row_prompt(row: dict):
     return next((row[key] for key in ("prompt", "question", "problem") if row.get(key)), None)
 
 
-def read_train_and_eval(cfg) -> tuple[list[Problem], list[Problem]]:
-    """--data and --eval_data. Files have no held-out part of their own: without --eval_data there is no evaluation."""
-    need_answer, held_out = cfg.reward == "verifier", held_out_data(cfg)
-    return (read_problems(cfg.data, "train", need_answer),
-            read_problems(held_out, "eval", need_answer) if held_out else [])
-
-
-def held_out_data(cfg) -> str:
-    return cfg.eval_data or (cfg.data if is_built_in(cfg.data) else "")
+def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
+    """--data and --eval_data, as problems or by another `read(data, split)`. Files have no held-out part of their own:
+    without --eval_data there is no evaluation."""
+    read = read or functools.partial(read_problems, need_answer=cfg.reward == "verifier")
+    held_out = cfg.eval_data or (cfg.data if is_built_in(cfg.data) else "")
+    return read(cfg.data, "train"), read(held_out, "eval") if held_out else []
 
 
 def encode(tokenizer, text: str) -> list[int]:
@@ -875,12 +872,6 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
         preference.answer_ids = [(next(ids) + [tokenizer.eos_token_id])[:room] for _ in preference.answers]
     return kept
-
-
-def read_train_and_eval_preferences(cfg) -> tuple[list[Preference], list[Preference]]:
-    """--data and --eval_data, as `read_train_and_eval`."""
-    held_out = held_out_data(cfg)
-    return read_preferences(cfg.data, "train"), read_preferences(held_out, "eval") if held_out else []
 
 
 PROBLEMS_TO_RANK, SAMPLES_TO_RANK = 8000, 4

@@ -90,7 +90,8 @@ def main(cfg: Config) -> None:
     problems, eval_problems = common.read_train_and_eval(cfg) if cfg.on_policy else ([], [])
     if held_out := cfg.eval_problems or (cfg.data if common.is_built_in(cfg.data) and not cfg.on_policy else ""):
         eval_problems = common.read_problems(held_out, "eval", need_answer=cfg.reward == "verifier")
-    preferences, eval_preferences = ([], []) if cfg.on_policy else common.read_train_and_eval_preferences(cfg)
+    preferences, eval_preferences = ([], []) if cfg.on_policy else common.read_train_and_eval(
+        cfg, common.read_preferences)
     policy, tokenizer = common.load_policy(cfg, run.device)
     reference = common.load_reference(cfg, run.device) if cfg.on_policy and not cfg.reference_free else None
     optimizer, schedule = common.make_optimizer(policy, cfg)

@@ -94,7 +94,7 @@ def evaluate(model, preferences, pad_id: int, cfg: Config, device) -> dict[str, 
 
 def main(cfg: Config) -> None:
     run = common.Run(cfg)
-    preferences, eval_preferences = common.read_train_and_eval_preferences(cfg)
+    preferences, eval_preferences = common.read_train_and_eval(cfg, common.read_preferences)
     model, tokenizer = common.load_policy(cfg, run.device, cls=AutoModelForSequenceClassification, num_labels=1)
     common.scale_fresh_head(model)
     optimizer, schedule = common.make_optimizer(model, cfg, betas=(0.9, 0.95))
