@@ -740,18 +740,15 @@ class Shuffled:
         """The next `count` items; the same on every rank."""
         positions = range(self.position, self.position + count)
         self.position += count
-        return [self.items[self._order(p // len(self.items))[p % len(self.items)]] for p in positions]
+        return [self.items[self.order(p // len(self.items))[p % len(self.items)]] for p in positions]
 
     def first(self, count: int) -> list:
         """The distinct ones among the first `count` items, without moving."""
-        whole, rest = divmod(count, len(self.items))
-        return self.items if whole else [self.items[i] for i in self._order(0)[:rest]]
+        return self.items if count >= len(self.items) else [self.items[i] for i in self.order(0)[:count]]
 
-    def _order(self, epoch: int) -> np.ndarray:
-        if getattr(self, "_epoch", None) != epoch:
-            self._epoch = epoch
-            self._permutation = np.random.default_rng([self.seed, epoch]).permutation(len(self.items))
-        return self._permutation
+    @functools.lru_cache(maxsize=1)
+    def order(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self.items))
 
 
 def collate(prompts: list[list[int]], completions: list[list[int]], pad_id: int, device="cpu"):
