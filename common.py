@@ -19,6 +19,7 @@ rewards, advantages and weights as a single process would. Only the work that co
 this rank's rows, `micro_batches` deals this rank's share of the update, and gradients are summed.
 """
 import cmath
+import collections
 import contextlib
 import ctypes
 import dataclasses
@@ -907,12 +908,7 @@ def build_tiny_preferences(data: str, split: str) -> Path:
     return directory / "ranked.jsonl"
 
 
-@dataclass
-class Batch:
-    """What `micro_batches` deals, without the text: see Rollout."""
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    mask: torch.Tensor
+Batch = collections.namedtuple("Batch", "input_ids attention_mask mask")  # what `micro_batches` deals: see Rollout
 
 
 def collate_preferences(preferences: list[Preference], pad_id: int, device):
@@ -1567,8 +1563,8 @@ def load_reward_model(cfg):
     return score
 
 
-def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prompt: str):
-    """The N sequences of a rollout in the tokens of another model: what `micro_batches` deals.
+def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prompt: str) -> Batch:
+    """The N sequences of a rollout in the tokens of another model.
 
     The prompt's last token counts as the completion's first, so that no completion is empty.
     """
@@ -1579,8 +1575,7 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
         prompts.append(ids[:-1])
         completions.append(ids[-1:] + tokenizer(text, add_special_tokens=False)["input_ids"]
                            + [tokenizer.eos_token_id] * finished)
-    input_ids, attention_mask, mask = collate(prompts, completions, tokenizer.pad_token_id, rollout.mask.device)
-    return types.SimpleNamespace(input_ids=input_ids, attention_mask=attention_mask, mask=mask)
+    return Batch(*collate(prompts, completions, tokenizer.pad_token_id, rollout.mask.device))
 
 
 def load_reward_function(spec: str):
