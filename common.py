@@ -677,35 +677,36 @@ def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
     return read(cfg.data, "train"), read(held_out, "eval") if held_out else []
 
 
-def encode(tokenizer, text: str) -> list[int]:
-    """Token ids of a text, with one BOS where the tokenizer wants one and no EOS at its end."""
-    ids = tokenizer(text)["input_ids"]
-    if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:  # the text had its own
+def encode(tokenizer, text: str, templated: bool = False) -> list[int]:
+    """Token ids of a text: one BOS where the tokenizer wants one, no EOS at its end; of a template's text as it is."""
+    ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
+    if not templated and ids[:2] == [tokenizer.bos_token_id] * 2:  # the text had its own
         ids = ids[1:]
-    if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+    if not templated and ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
         ids = ids[:-1]
     return ids
 
 
 def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_PROMPT) -> tuple[str, bool]:
     """(text for the model, whether the chat template made it: then its special tokens are all there already)."""
-    templated = isinstance(prompt, str) and prompt.lstrip().startswith(tuple(tokenizer.all_special_tokens))
-    if templated or (isinstance(prompt, str) and not tokenizer.chat_template):
-        return (f"{system_prompt}\n\n{prompt}" if system_prompt and not templated else prompt), False
+    if isinstance(prompt, str) and prompt.lstrip().startswith(tuple(tokenizer.all_special_tokens)):
+        return prompt, False  # it went through a template elsewhere
+    if isinstance(prompt, str) and not tokenizer.chat_template:
+        return f"{system_prompt}\n\n{prompt}" if system_prompt else prompt, False
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if messages[0]["role"] != "system" and (system_prompt or default):
         messages = [{"role": "system", "content": system_prompt or default}, *messages]
     if not tokenizer.chat_template:
         return "\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages) + "\n\nAssistant:", False
-    template = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False,
-                                 enable_thinking=True)  # some templates close <think> at once without it
     try:
-        return template(messages), True
-    except jinja2.TemplateError as error:  # some know no system role: then it opens the first message
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False,
+                                             enable_thinking=True), True  # some close <think> at once without it
+    except jinja2.TemplateError as error:
         if messages[0]["role"] != "system" or len(messages) == 1:
             raise UserError(f"the chat template refuses a prompt: {error}") from error
         first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
-        return template([first, *messages[2:]]), True
+        # Some know no system role: then it opens the first message.
+        return render_prompt([first, *messages[2:]], tokenizer, "", default="")
 
 
 def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT) -> list:
@@ -715,8 +716,7 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
     for problem in problems:
         text, templated = render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt)
         with one_line_errors(f"{what}: the tokenizer cannot read {text[:40]!r}"):
-            problem.prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"] if templated \
-                else encode(tokenizer, text)
+            problem.prompt_ids = encode(tokenizer, text, templated)
         if cfg.model == "tiny" and tokenizer.unk_token_id in problem.prompt_ids:
             raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}")
         if isinstance(problem.prompt, list):
@@ -1570,8 +1570,7 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     """
     prompts, completions = [], []
     for problem, text, finished in zip(problems, rollout.completions, rollout.finished.tolist()):
-        rendered, templated = render_prompt(row_prompt(problem.row), tokenizer, system_prompt)
-        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"] if templated else encode(tokenizer, rendered)
+        ids = encode(tokenizer, *render_prompt(row_prompt(problem.row), tokenizer, system_prompt))
         prompts.append(ids[:-1])
         completions.append(ids[-1:] + tokenizer(text, add_special_tokens=False)["input_ids"]
                            + [tokenizer.eos_token_id] * finished)
