@@ -610,25 +610,23 @@ def read_rows(data: str, split: str) -> tuple[list[dict], list[str]]:
             import datasets
         except ImportError:
             raise UserError(f"{data}: no such file; for a dataset of the hub, pip install datasets") from None
-        name, config, split = (data.split(":") + [None, None])[:2] + [(data.split(":") + [None] * 2)[2] or split]
+        name, config, own_split = (data.split(":") + [None, None])[:3]
         with one_line_errors(f"{data}: cannot load that dataset"):
-            rows = list(datasets.load_dataset(name, config, split="test" if split == "eval" else split))
+            rows = list(datasets.load_dataset(name, config, split=own_split or ("test" if split == "eval" else split)))
     return rows, [f"{data} row {i}" for i in range(1, len(rows) + 1)]
 
 
 def read_json_lines(path: Path) -> tuple[list[dict], list[str]]:
     """One JSON object a line, gzipped or not. Empty lines are skipped; a broken one is named."""
-    rows, places = [], []
-    number = 0
+    rows, places, number = [], [], 0
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise UserError(f"{path} line {number}: want a JSON object, got {type(row).__name__}")
-                    rows.append(row)
+                    rows.append(json.loads(line))
                     places.append(f"{path} line {number}")
+                    if not isinstance(rows[-1], dict):
+                        raise UserError(f"{places[-1]}: want a JSON object, got {type(rows[-1]).__name__}")
     except json.JSONDecodeError as error:
         raise UserError(f"{path} line {number}: not JSON ({error.msg} at column {error.colno})") from None
     except (OSError, EOFError, UnicodeDecodeError) as error:
@@ -653,14 +651,12 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
         if not isinstance(prompt, str) and not is_chat:
             raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem")
         answer = next((row[key] for key in ("answer", "solution") if row.get(key) not in (None, "")), None)
-        if isinstance(answer, (int, float)) and not isinstance(answer, bool):
-            answer = str(answer)
-        if answer is not None and not isinstance(answer, str):
+        if type(answer) in (str, int, float):  # a bool is none of them
+            answer = extract_answer(answer) or str(answer)
+        elif answer is not None:
             raise UserError(f"{place}: the answer must be a string or a number, not {type(answer).__name__}")
-        if answer is None and need_answer:
+        elif need_answer:
             raise UserError(f"{place}: no answer under answer or solution, which --reward verifier needs")
-        if answer is not None:
-            answer = extract_answer(answer) or answer
         problems.append(Problem(prompt, [], answer, row))
     return problems
 
@@ -791,11 +787,10 @@ def split_dialogue(chosen: str, rejected: str) -> tuple[str, str, str]:
 
     "\\n\\nHuman: hi\\n\\nAssistant: hello" and "… Assistant: go away" share "\\n\\nHuman: hi\\n\\nAssistant:".
     """
-    shared = os.path.commonprefix([chosen, rejected])
-    end = max(shared.rfind(turn) + len(turn) if turn in shared else -1 for turn in ("Assistant:", "assistant:"))
-    if end < 0:
+    shared = re.match(".*[Aa]ssistant:", os.path.commonprefix([chosen, rejected]), re.S)
+    if not shared:
         raise ValueError("without a prompt, chosen and rejected must be dialogues that share a turn up to 'Assistant:'")
-    return chosen[:end], chosen[end:], rejected[end:]
+    return shared[0], chosen[shared.end():], rejected[shared.end():]
 
 
 def answer_text(answer) -> str:
