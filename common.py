@@ -1476,32 +1476,28 @@ def micro_batches(batch, blocks: list, max_tokens: int):
 def load_reward(cfg, wrong: float = 0.0):
     """--reward -> score(problems, rollout) = (rewards [P, G] float32, correct [P, G] bool), the same on every rank.
 
-    verifier: 1 where the last answer equals the gold one, else `wrong`. FILE.py:FUNCTION: whatever
+    verifier: 1 where the last answer equals the gold one, else `wrong` ≤ 0. FILE.py:FUNCTION: whatever
     FUNCTION(prompt, completion, row) returns; it counts as correct where it is above 0. --format_reward adds its
     weight times `format_reward`. Each completion is judged once, by the rank that has it in its share.
     REWARD_MODEL_DIR: see `load_reward_model`.
     """
     if is_reward_model(cfg.reward):
         return load_reward_model(cfg)
-    judge = None if cfg.reward == "verifier" else load_reward_function(cfg.reward)
+
+    def verify(problem, completion):
+        return 1.0 if is_equivalent(extract_answer(completion), problem.answer) else wrong
+    judge = verify if cfg.reward == "verifier" else load_reward_function(cfg.reward)
 
     def score(problems: list[Problem], rollout: Rollout):
-        G = len(rollout.completions) // len(problems)
-        rewards, correct = [], []
+        G, judged = len(rollout.completions) // len(problems), []
         with torch.random.fork_rng(devices=[]):  # whatever a function draws, the ranks must go on drawing alike
             for i in my_share(len(rollout.completions)):
-                problem, completion = problems[i // G], rollout.completions[i]
-                if judge is None:
-                    right = is_equivalent(extract_answer(completion), problem.answer)
-                    reward = 1.0 if right else wrong
-                else:
-                    reward = judge(problem, completion)
-                    right = reward > 0
-                rewards.append(reward + cfg.format_reward * format_reward(completion) if cfg.format_reward else reward)
-                correct.append(right)
-        shape, device = (len(problems), G), rollout.mask.device
-        return (torch.tensor(gather_in_order(rewards), dtype=torch.float32, device=device).view(shape),
-                torch.tensor(gather_in_order(correct), dtype=torch.bool, device=device).view(shape))
+                reward = judge(problems[i // G], rollout.completions[i])
+                bonus = cfg.format_reward * format_reward(rollout.completions[i]) if cfg.format_reward else 0.0
+                judged.append((reward + bonus, reward > 0))
+        judged = list(zip(*gather_in_order(judged)))  # all the rewards; which are right
+        rewards, correct = torch.tensor(judged, device=rollout.mask.device).view(2, len(problems), G)
+        return rewards, correct.bool()
     return score
 
 
