@@ -1512,9 +1512,6 @@ def load_reward_model(cfg):
     model with the policy's vocabulary reads the tokens as they were sampled; another one reads the decoded text, in
     its own tokens and its own chat template, and with its own EOS where the completion ended.
     """
-    config = os.path.join(cfg.reward, "config.json")
-    if not os.path.isfile(config):
-        raise UserError(f"--reward {cfg.reward}: no config.json in it, so it is no model")
     device = setup_device()
     try:
         own = load_tokenizer(cfg.reward, cfg.trust_remote_code)
@@ -1541,8 +1538,7 @@ def load_reward_model(cfg):
         rewards = torch.zeros(len(rows_of), device=device)
         for rows, input_ids, attention_mask, T in micro_batches(batch, range(len(rows_of)), cfg.micro_batch_tokens):
             scores = sequence_scores(model, input_ids, attention_mask, T)
-            if T > 0:  # else it only keeps step with the other ranks
-                rewards[rows] = scores - shift
+            rewards[rows] += (scores - shift) * (T > 0)  # T = 0: only keeps step with the other ranks
         rewards = sum_over_ranks(rewards)
         correct = torch.tensor([is_equivalent(extract_answer(text), problem.answer) if problem.answer is not None
                                 else reward > 0 for problem, text, reward
