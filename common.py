@@ -662,7 +662,7 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
 
 
 def row_prompt(row: dict):
-    return next((row[key] for key in ("prompt", "question", "problem") if row.get(key)), None)
+    return row.get("prompt") or row.get("question") or row.get("problem") or None
 
 
 def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
@@ -707,8 +707,6 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
 
 def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT) -> list:
     """Fill in `prompt_ids`; leave out prompts that are longer than --max_prompt_tokens, and say how many."""
-    if not problems:
-        return []
     for problem in problems:
         text, templated = render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt)
         with one_line_errors(f"{what}: the tokenizer cannot read {text[:40]!r}"):
@@ -719,7 +717,7 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
             problem.prompt = text
     limit = min(cfg.max_prompt_tokens, tokenizer.model_max_length - getattr(cfg, "max_new_tokens", 1))
     kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= limit]
-    if not kept:
+    if problems and not kept:
         raise UserError(f"{what}: no rows left: all prompts are empty or longer than {limit} tokens")
     if len(kept) < len(problems):
         say(f"{what}: left out {len(problems) - len(kept)} of {len(problems)} prompts that are empty or longer than "
@@ -854,10 +852,7 @@ def read_preference(row: dict) -> Preference | None:
 
 
 def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str) -> list[Preference]:
-    """Fill in the token ids: answers end with EOS, or are cut and then have none.
-
-    Cut at --max_completion_tokens, and where the model's context ends.
-    """
+    """Fill in the token ids. Answers end with EOS, or are cut at --max_completion_tokens or the end of the context."""
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="")
     answers = [answer for preference in kept for answer in preference.answers]
     ids = iter(tokenizer(answers, add_special_tokens=False)["input_ids"] if answers else ())
@@ -1520,8 +1515,7 @@ def load_reward_model(cfg):
     except UserError as error:
         raise UserError(str(error).replace("--model", "--reward", 1)) from error
     if model.config.num_labels != 1:
-        raise UserError(f"--reward {cfg.reward}: want a sequence classifier with one label, such as reward_model.py "
-                        "saves")
+        raise UserError(f"--reward {cfg.reward}: want a sequence classifier with one label, as reward_model.py saves")
     shift = getattr(model.config, "reward_shift", 0.0)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     tokenizer = load_tokenizer(build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model, cfg.trust_remote_code)
@@ -1533,8 +1527,7 @@ def load_reward_model(cfg):
         rows_of = [problem for problem in problems for _ in range(shape[1])]  # [N]
         batch = rollout if same_tokens else retokenize(rows_of, rollout, own, cfg.system_prompt)
         if (longest := int(batch.attention_mask.sum(1).max())) > context:
-            raise UserError(f"--reward {cfg.reward}: its context is {context} tokens, and a completion with its prompt "
-                            f"has {longest}")
+            raise UserError(f"--reward {cfg.reward}: its context is {context} tokens, a sequence has {longest}")
         rewards = torch.zeros(len(rows_of), device=device)
         for rows, input_ids, attention_mask, T in micro_batches(batch, range(len(rows_of)), cfg.micro_batch_tokens):
             scores = sequence_scores(model, input_ids, attention_mask, T)
@@ -1588,8 +1581,7 @@ def load_reward_function(spec: str):
             raise UserError(f"--reward {spec} raised {type(error).__name__}: {error}, on row {problem.row!r:.300}, "
                             f"completion {completion!r:.200}") from error
         if not isinstance(reward, (int, float, np.number)) or not math.isfinite(reward):
-            raise UserError(f"--reward {spec} returned {reward!r:.100}, not a finite number, on row "
-                            f"{problem.row!r:.300}")
+            raise UserError(f"--reward {spec} returned {reward!r:.100}, no finite number, on row {problem.row!r:.300}")
         return float(reward)
     return judge
 
