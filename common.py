@@ -606,10 +606,8 @@ def read_rows(data: str, split: str) -> tuple[list[dict], list[str]]:
     elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.isfile(data):
         return read_json_lines(Path(data))
     else:
-        try:
+        with one_line_errors(f"{data}: no such file; for a dataset of the hub, pip install datasets"):
             import datasets
-        except ImportError:
-            raise UserError(f"{data}: no such file; for a dataset of the hub, pip install datasets") from None
         name, config, own_split = (data.split(":") + [None, None])[:3]
         with one_line_errors(f"{data}: cannot load that dataset"):
             rows = list(datasets.load_dataset(name, config, split=own_split or ("test" if split == "eval" else split)))
@@ -646,8 +644,7 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
     for row, place in zip(*read_rows(data, split)):
         prompt = row_prompt(row)
         is_chat = isinstance(prompt, list) and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-            for m in prompt)
+            isinstance(m, dict) and all(isinstance(m.get(key), str) for key in ("role", "content")) for m in prompt)
         if not isinstance(prompt, str) and not is_chat:
             raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem")
         answer = next((row[key] for key in ("answer", "solution") if row.get(key) not in (None, "")), None)
@@ -733,9 +730,9 @@ class Shuffled:
 
     def next(self, count: int) -> list:
         """The next `count` items; the same on every rank."""
-        positions = range(self.position, self.position + count)
         self.position += count
-        return [self.items[self.order(p // len(self.items))[p % len(self.items)]] for p in positions]
+        places = (divmod(p, len(self.items)) for p in range(self.position - count, self.position))
+        return [self.items[self.order(epoch)[i]] for epoch, i in places]
 
     def first(self, count: int) -> list:
         """The distinct ones among the first `count` items, without moving."""
