@@ -46,6 +46,7 @@ import traceback
 import types
 import unicodedata
 import warnings
+import zlib
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -627,7 +628,7 @@ def read_json_lines(path: Path) -> tuple[list[dict], list[str]]:
                         raise UserError(f"{places[-1]}: want a JSON object, got {type(rows[-1]).__name__}")
     except json.JSONDecodeError as error:
         raise UserError(f"{path} line {number}: not JSON ({error.msg} at column {error.colno})") from None
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}{f' after line {number}' if number else ''}: {reason}") from None
     if not rows:
@@ -643,9 +644,7 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
     problems = []
     for row, place in zip(*read_rows(data, split)):
         prompt = row_prompt(row)
-        is_chat = isinstance(prompt, list) and all(
-            isinstance(m, dict) and all(isinstance(m.get(key), str) for key in ("role", "content")) for m in prompt)
-        if not isinstance(prompt, str) and not is_chat:
+        if not is_prompt(prompt):
             raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem")
         answer = next((row[key] for key in ("answer", "solution") if row.get(key) not in (None, "")), None)
         if type(answer) in (str, int, float):  # a bool is none of them
@@ -660,6 +659,12 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
 
 def row_prompt(row: dict):
     return row.get("prompt") or row.get("question") or row.get("problem") or None
+
+
+def is_prompt(prompt) -> bool:
+    """A string, or chat messages."""
+    return isinstance(prompt, str) or isinstance(prompt, list) and prompt != [] and all(
+        isinstance(m, dict) and all(isinstance(m.get(key), str) for key in ("role", "content")) for m in prompt)
 
 
 def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
@@ -730,15 +735,15 @@ class Shuffled:
 
     def next(self, count: int) -> list:
         """The next `count` items; the same on every rank."""
+        places = [divmod(p, len(self.items)) for p in range(self.position, self.position + count)]
         self.position += count
-        places = (divmod(p, len(self.items)) for p in range(self.position - count, self.position))
-        return [self.items[self.order(epoch)[i]] for epoch, i in places]
+        orders = {epoch: self.order(epoch) for epoch in {epoch for epoch, _ in places}}
+        return [self.items[orders[epoch][i]] for epoch, i in places]
 
     def first(self, count: int) -> list:
         """The distinct ones among the first `count` items, without moving."""
         return self.items if count >= len(self.items) else [self.items[i] for i in self.order(0)[:count]]
 
-    @functools.lru_cache(maxsize=1)
     def order(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.items))
 
@@ -832,7 +837,7 @@ def read_preference(row: dict) -> Preference | None:
     answers = [answer_text(answer) for answer in answers]
     if prompt is None:
         prompt, *answers = split_dialogue(*answers)
-    if not isinstance(prompt, (str, list)):
+    if not is_prompt(prompt):
         raise ValueError("want a prompt (string or chat messages)")
     margin, scores = row.get("margin"), row.get("scores", list(range(len(answers), 0, -1)))
     if not isinstance(margin, (int, float, type(None))):
@@ -852,7 +857,8 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
     """Fill in the token ids. Answers end with EOS, or are cut at --max_completion_tokens or the end of the context."""
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="")
     answers = [answer for preference in kept for answer in preference.answers]
-    ids = iter(tokenizer(answers, add_special_tokens=False)["input_ids"] if answers else ())
+    with one_line_errors(f"{what}: the tokenizer cannot read an answer"):
+        ids = iter(tokenizer(answers, add_special_tokens=False)["input_ids"] if answers else ())
     for preference in kept:
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
         preference.answer_ids = [(next(ids) + [tokenizer.eos_token_id])[:room] for _ in preference.answers]

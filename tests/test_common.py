@@ -402,13 +402,22 @@ def test_prompts_and_answers_are_found_under_their_usual_names(tmp_path):
     (None, "No such file"), ("", "no rows"), ('{"prompt": "a", "answer": "1"}\n{"prompt": "b', "line 2: not JSON"),
     ("[1, 2]", "line 1: want a JSON object"), ('{"prompt": "a"}', "line 1: no answer"),
     ('{"prompt": "a", "answer": ["1"]}', "line 1: the answer must be"), ('{"prompt": 3, "answer": "1"}', "line 1: want a prompt"),
-    ('{"answer": "1"}', "line 1: want a prompt"), ("\xff\xfe", "not JSON")])
+    ('{"answer": "1"}', "line 1: want a prompt"), ("\xff\xfe", "not JSON"), ("[" * 10 ** 5, "after line 1")])
 def test_broken_data_is_one_line_that_names_the_place(tmp_path, content, message):
     path = tmp_path / "rows.jsonl"
     if content is not None:
         path.write_text(content)
     with pytest.raises(common.UserError, match="rows.jsonl.*" + message):
         common.read_problems(str(path))
+
+
+def test_a_damaged_gzip_file_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl.gz"
+    whole = gzip.compress("".join(json.dumps({"prompt": str(i * i), "answer": "1"}) + "\n" for i in range(999)).encode())
+    for damaged in (whole[:len(whole) // 2], whole[:300] + b"\xff" * 99 + whole[399:]):
+        path.write_bytes(damaged)
+        with pytest.raises(common.UserError, match="rows.jsonl.gz"):
+            common.read_problems(str(path))
 
 
 def test_a_chat_template_is_applied_once_and_bos_is_not_doubled():
@@ -419,6 +428,12 @@ def test_a_chat_template_is_applied_once_and_bos_is_not_doubled():
     assert common.render_prompt(text, tokenizer, "2") == (text, False)  # it is templated already
     assert common.render_prompt([{"role": "system", "content": "3"}, {"role": "user", "content": "4"}], tokenizer,
                                 "2")[0] == "<eos>3<eos>4<eos>"
+    refusing = "{{ raise_exception('no ' + messages[0]['role']) if messages[0]['role'] in MANY else messages[0]['content'] }}"
+    tokenizer.chat_template = refusing.replace("MANY", "['system']")  # Gemma's: then it opens the first message
+    assert common.render_prompt("1+1=?", tokenizer, "2") == ("2\n\n1+1=?", True)
+    tokenizer.chat_template = refusing.replace("MANY", "['system', 'user']")
+    with pytest.raises(common.UserError, match="refuses a prompt: no user"):
+        common.render_prompt("1+1=?", tokenizer, "2")
 
     from tokenizers import processors
     with_bos = common.tiny_tokenizer()

@@ -112,11 +112,16 @@ def test_answers_are_cut_where_the_context_ends():
     preference = common.Preference("12+34=?", [], ["46", "<think>2+4=6"], [], [2.0, 1.0])
     common.encode_preferences([preference], tokenizer, cfg, "--data")
     assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<eos>", "<think>2+"]  # after 7 of the prompt
+    preference.answers[0] = "\ud800"
+    with pytest.raises(common.UserError, match="cannot read an answer"):
+        common.encode_preferences([preference], tokenizer, cfg, "--data")
 
 
 @pytest.mark.parametrize("row, message", [
     ({"prompt": "p", "chosen": "a"}, "no rejected"), ({"prompt": "p", "responses": ["a"]}, "at least two"),
-    ({"prompt": "p", "chosen": 3, "rejected": "b"}, "must be a string"), ({"chosen": "a", "rejected": "b"}, "dialogues")])
+    ({"prompt": "p", "chosen": 3, "rejected": "b"}, "must be a string"), ({"chosen": "a", "rejected": "b"}, "dialogues"),
+    ({"prompt": [1], "chosen": "a", "rejected": "b"}, "want a prompt"),
+    ({"chosen": [{"role": "assistant", "content": "a"}], "rejected": [{"role": "assistant", "content": "b"}]}, "want a prompt")])
 def test_broken_preference_rows_are_named(tmp_path, row, message):
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}) + "\n" + json.dumps(row))

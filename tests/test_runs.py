@@ -94,6 +94,7 @@ def test_bad_rows(fails, tmp_path, content, message):
     (["--steps", 0], "--steps 0: must be at least 1"), (["--prompts_per_step", -3], "--prompts_per_step -3"),
     (["--max_new_tokens", 0], "--max_new_tokens 0"), (["--lr", "nan"], "--lr nan"), (["--lr", "fast"], "--lr"),
     (["--temperature", 0], "--temperature 0"), (["--clip_eps", 2], "--clip_eps 2"), (["--seed", 1.5], "--seed"),
+    (["--seed", 2 ** 32], "--seed 4294967296: must be between"),
     (["--minibatches", 1000], "--minibatches 1000"),
     (["--stepz", 3], "unknown flag --stepz, did you mean --steps?"), (["--lrr=3"], "did you mean --lr?"),
     (["--reward", "nowhere.py:f"], "no file nowhere.py"), (["--reward", "exact"], "--reward exact"),
