@@ -473,7 +473,7 @@ def show(name: str, result: dict) -> None:
     print(f"{name:34s} " + "  ".join(cells), flush=True)
 
 
-def against_trl(args):
+def against_trl(args, scripts: list[str]):
     """Yield (name, ours, TRL's, with the ratios)."""
     grpo = {"": ([], {}), ", 4 minibatches": (["--minibatches", "4"], {"minibatches": 4}),
             ", μ = 2": (["--updates_per_batch", "2"], {"updates": 2}), ", KL": (["--kl_coef", "0.04"], {"kl": 0.04})}
@@ -482,10 +482,10 @@ def against_trl(args):
     own = ["--pairs_per_step", "64", "--data", str(pairs_file())]
     pairs += [("dpo", "", own, {}), ("dpo", ", reference precomputed", own, {"precompute_ref_log_probs": True}),
               ("reward_model", "", own, {})]
-    if importlib.util.find_spec("trl.experimental.ppo"):
+    if "ppo" in scripts and args.model == "tiny" and importlib.util.find_spec("trl.experimental.ppo"):
         pairs.append(("ppo", "", ["--reward", reward_model_directory(model_directory(args.model))], {}))
     for script, name, flags, settings in pairs:
-        if script != "grpo" and args.model != "tiny":
+        if script not in scripts or script != "grpo" and args.model != "tiny":
             continue
         rounds = [(measure(args, "ours", script=script, flags=flags), measure(args, "trl", script=script, **settings))
                   for _ in range(args.rounds)]  # in turn, so that a slow minute of the machine slows both
@@ -501,7 +501,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--model", default="tiny", choices=[name for name in SHAPES if name != "logprobs"])
-    parser.add_argument("--only", default="", help="rollout,logprobs,step,trl,race: default all (trl, race: with --against)")
+    parser.add_argument("--only", default="", 
+                        help="rollout,logprobs,step,trl,race (trl, race: with --against); grpo,dpo,reward_model,ppo of trl")
     parser.add_argument("--against", choices=["trl"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=5)
@@ -538,8 +539,9 @@ def main() -> None:
             add(f"logprobs, {vocab:,}, difference", measure(args, "logprobs_difference", vocab=vocab))
     if "step" in wanted:
         add("step", measure(args, "step", flags=["--kl_coef", "0.04"]))
-    if "trl" in wanted:
-        for name, result in against_trl(args):
+    scripts = ["grpo", "dpo", "reward_model", "ppo"]
+    if chosen := scripts if "trl" in wanted else [script for script in scripts if script in wanted]:
+        for name, result in against_trl(args, chosen):
             add(name, result)
     if "race" in wanted:
         for who in ("ours", "trl"):
