@@ -238,18 +238,6 @@ def gather_in_order(mine: list) -> list:
     return [item for part in parts for item in part]
 
 
-@contextlib.contextmanager
-def alone():
-    """Inside, this process acts as if it were the only one: for work that rank 0 does while the others wait."""
-    global rank, world_size
-    real = rank, world_size
-    rank, world_size = (lambda: 0), (lambda: 1)
-    try:
-        yield
-    finally:
-        rank, world_size = real
-
-
 def my_share(total: int) -> range:
     """This rank's contiguous share of range(total)."""
     return range(total * rank() // world_size(), total * (rank() + 1) // world_size())
@@ -879,25 +867,23 @@ def build_tiny_preferences(data: str, split: str) -> Path:
     recipe += [PROBLEMS_TO_RANK, SAMPLES_TO_RANK]
     directory = Path(f"{tiny}-ranked-{split}-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:6]}")
 
-    def build():
-        if directory.exists():
-            return
-        tokenizer, model = load_tokenizer(tiny), AutoModelForCausalLM.from_pretrained(tiny)
-        problems, rows = read_problems(data, split)[:PROBLEMS_TO_RANK], []
-        say(f"sampling answers to {len(problems)} problems from the tiny model (once)")
-        with torch.random.fork_rng(devices=[]), alone():
-            torch.manual_seed(0)
-            rollout = sample(model, tokenizer, [problem.prompt for problem in problems], SAMPLES_TO_RANK, 60)
-        for p, problem in enumerate(problems):
-            texts = rollout.completions[p * SAMPLES_TO_RANK:(p + 1) * SAMPLES_TO_RANK]
-            scores = {text: float(is_equivalent(extract_answer(text), problem.answer)) for text in texts}
-            if len(set(scores.values())) == 2:
-                responses = sorted(scores, key=lambda text: -scores[text])
-                rows.append({"prompt": problem.prompt, "responses": responses,
-                             "scores": [scores[text] for text in responses], "answer": problem.answer})
-        write_directory(directory, lambda folder: (folder / "ranked.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows)), replace=False)
-    on_main_rank_first(build)
+    if on_all_ranks(directory.exists()):
+        return directory / "ranked.jsonl"
+    tokenizer, model = load_tokenizer(tiny), AutoModelForCausalLM.from_pretrained(tiny)
+    problems, rows = read_problems(data, split)[:PROBLEMS_TO_RANK], []
+    say(f"sampling answers to {len(problems)} problems from the tiny model (once)")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        rollout = sample(model, tokenizer, [problem.prompt for problem in problems], SAMPLES_TO_RANK, 60)
+    for p, problem in enumerate(problems):
+        texts = rollout.completions[p * SAMPLES_TO_RANK:(p + 1) * SAMPLES_TO_RANK]
+        scores = {text: float(is_equivalent(extract_answer(text), problem.answer)) for text in texts}
+        if len(set(scores.values())) == 2:
+            rows.append({"prompt": problem.prompt, "responses": sorted(scores, key=scores.get, reverse=True),
+                         "scores": sorted(scores.values(), reverse=True), "answer": problem.answer})
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    on_main_rank_first(lambda: write_directory(directory, lambda folder: (folder / "ranked.jsonl").write_text(lines),
+                                               replace=False))
     return directory / "ranked.jsonl"
 
 
