@@ -1654,7 +1654,7 @@ _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currenc
     "=": r"\approx ≈", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
     "≠": r"\ne \neq !=", "∪": r"\cup", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
     ":": r"\colon", "|": r"\vert \lvert \rvert \mid", "^2": "²", "^3": "³", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
-    " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼", " 3/4": "¾", "\\frac": r"\dfrac \tfrac \cfrac",
+    "\\emptyset": r"\varnothing ∅", " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼", " 3/4": "¾", "\\frac": r"\dfrac \tfrac \cfrac",
     "\\binom": r"\dbinom \tbinom", "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox "
                                        r"\operatorname"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
@@ -1665,7 +1665,8 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [
     (r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?", ""), (r"\\text\s*\{\{?([^{}]*)\}?\}", r" \1 "),
     (r"(?<=\{)\s+|\s+(?=\})", ""), (r"\s*\{,\}\s*", ","),
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["), (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),  # matrices
-    (r"\\\\", "],["), (r"&", ","), (r"\\(frac|binom|sqrt|log_)\s*(\w)", r"\\\1{\2}"),  # \frac12
+    (r"\{([^{}]+)\\choose([^{}]+)\}", r"\\binom{\1}{\2}"), (r"\\\\", "],["), (r"&", ","),
+    (r"\\(frac|binom|sqrt|log_)\s*(\w)", r"\\\1{\2}"),  # \frac12
     (r"(\\(?:frac|binom)\{[^{}]*\})\s*(\w)", r"\1{\2}"), (r"\(([A-Z])\)", r"\1"), (r"(?<!log)_\{(\w+)\}", r"_\1"),
     (r"(?<![\w.^)}])(\d+)\s*(?:\\frac\{(\d+)\}\{(\d+)\}|\s(\d+)/(\d+))", r"(\1+\2\4/\3\5)"),  # 2 1/2
     (r"(\d+)\.(\d*)\\overline\{(\d+)\}", lambda d: f"({d[1]}.{d[2]}0+{d[3]}/(10^{len(d[2])}*(10^{len(d[3])}-1)))"),
@@ -1806,7 +1807,8 @@ def _split_unit(text: str) -> tuple[str, str]:
     found = _UNIT.search(text)
     if not found or not re.search(r"\d|\\pi", text[:found.start()]):
         return text, ""
-    return text[:found.start()].strip(), re.sub(r"[\s(){}.^]", "", found[1]).lower().rstrip("s")
+    unit = re.sub(r"\bsq(?:uare|\.)? (\w+)", r"\1^2", re.sub(r"\bcubic (\w+)", r"\1^3", found[1]))
+    return text[:found.start()].strip(), re.sub(r"[\s(){}.^]", "", unit).lower().rstrip("s")
 
 
 def _exact(*values) -> bool:
