@@ -1654,9 +1654,9 @@ _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currenc
     "=": r"\approx ≈", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
     "≠": r"\ne \neq !=", "∪": r"\cup", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
     ":": r"\colon", "|": r"\vert \lvert \rvert \mid", "^2": "²", "^3": "³", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
-    "\\emptyset": r"\varnothing ∅", " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼", " 3/4": "¾", "\\frac": r"\dfrac \tfrac \cfrac",
-    "\\binom": r"\dbinom \tbinom", "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox "
-                                       r"\operatorname"}
+    "\\emptyset": r"\varnothing ∅", " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼", " 3/4": "¾",
+    "\\frac": r"\dfrac \tfrac \cfrac", "\\binom": r"\dbinom \tbinom",
+    "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, ])\d{3})(?:\1\d{3})*(?![\d,/])")
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [
