@@ -173,6 +173,8 @@ def launch(main, Config) -> None:
         dist.barrier()
         sys.stderr.flush()
         os._exit(0)  # all is saved; gloo's threads now and then abort a rank that tears down while others still do
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def memory_advice(error: BaseException) -> str:
@@ -193,6 +195,7 @@ def setup_device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for each shape; NaN with some masks (pytorch #196678)
     else:
         keep_freed_memory()
     if (cuda or torchrun) and not dist.is_initialized():  # on CUDA, FSDP2 does the mixed precision of one process too
@@ -377,14 +380,17 @@ def shard(model, device: torch.device):
     On CUDA the gathered copy is bfloat16 while shard, gradient and optimizer stay float32: this is also how a single
     GPU gets its mixed precision. Gradients are summed over ranks, as the token weights count those of all ranks.
     """
-    if not dist.is_initialized():  # a single CPU process: FSDP would cost it 15%
+    frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    if world_size() == 1 and (device.type == "cpu" or frozen):  # FSDP would cost a CPU 15%, and save nothing
         return model.to(device)
     weights = model.state_dict() if rank() == 0 else {}
     compute_dtype = torch.bfloat16 if device.type == "cuda" else None  # None: that of the shard
     for module in [*decoder_layers(model), model]:
-        fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32))
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
+                    reshard_after_forward=frozen or module is not model)  # the backward pass begins with the root
+        if world_size() > 1:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
     if rank() > 0:  # still on the meta device
         model.to_empty(device=device)
         model.tie_weights()
@@ -1117,14 +1123,14 @@ class GraphStep:
             layer.column, layer.width = self.column, self.width  # not self: a cycle would keep the cache in memory
         self.graph = None
         if mask.is_cuda:  # else each call runs the same kernels one by one: for tests
+            stream = capture_stream()
             with without_hooks(model):
-                stream = torch.cuda.Stream()  # a first run, outside: libraries set themselves up
                 stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
+                with torch.cuda.stream(stream), no_waiting():  # a first run, outside: libraries set themselves up
                     self.run()
                 torch.cuda.current_stream().wait_stream(stream)
                 self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # NCCL's thread may go on
+                with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):  # NCCL's may go on
                     self.logits = self.run()
 
     def run(self):
@@ -1145,9 +1151,27 @@ class GraphStep:
         return self.logits
 
 
+@functools.cache
+def capture_stream():
+    """One for all graphs: each stream keeps a workspace for matrix products."""
+    return torch.cuda.Stream()
+
+
+@contextlib.contextmanager
+def no_waiting():
+    """Inside, what waits for the GPU raises RuntimeError: in a capture it would leave the allocator broken."""
+    with warnings.catch_warnings(action="ignore"):  # of a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def can_use_graph(model, cache) -> bool:
     """A 4D mask of booleans is right for "sdpa" alone; sliding windows and the like keep caches of other kinds."""
-    return (model.device.type == "cuda" and model.config._attn_implementation == "sdpa" and takes_position_ids(model)
+    return (model.device.type == "cuda" and not hasattr(model, "no_graph")
+            and model.config._attn_implementation == "sdpa" and takes_position_ids(model)
             and all(isinstance(layer, RoomyLayer) for layer in cache.layers))
 
 
@@ -1159,6 +1183,7 @@ def capture_step(model, cache, mask, column: int) -> GraphStep | None:
         raise
     except RuntimeError as error:
         warnings.warn(f"{type(model).__name__}: sampling without a CUDA graph, which is slower: {innermost(error)}")
+        model.no_graph = True
         for layer in cache.layers:
             layer.column = None
 
@@ -1209,7 +1234,7 @@ def just_below(threshold: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 
 # --------------------------------------------------------------------------------------------------- log-probs
 
-HEAD_SLICE = 2 ** 25  # logits (tokens × vocabulary) held at a time: 128 MB in float32
+HEAD_SLICE = {"cpu": 2 ** 25, "cuda": 2 ** 27}  # logits (tokens × vocabulary) at a time: 128 MB, 512 MB in float32
 SHARED_TOKENS = 400   # prompts are read once where that saves so many, and a fifth: else the second pass costs more
 
 
@@ -1298,9 +1323,10 @@ def sliced_logprobs(model, input_ids, attention_mask, T, temperature):
     cells = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)  # (row [n], column [n]) of real tokens
     hidden = hidden_states(model, input_ids, attention_mask, T, *cells)  # what predicts them
     targets = input_ids[:, input_ids.shape[1] - T:][cells]
-    size = max(1, HEAD_SLICE // model.config.get_text_config().vocab_size)
-    slices = [(recompute_in_backward(one_slice, h, y, use_reentrant=False) if len(hidden) > size else one_slice(h, y))
-              for h, y in zip(hidden.split(size), targets.split(size))]
+    size = max(1, HEAD_SLICE[hidden.device.type] // model.config.get_text_config().vocab_size)
+    compute = functools.partial(recompute_in_backward, one_slice, use_reentrant=False, preserve_rng_state=False) \
+        if len(hidden) > size else one_slice
+    slices = [compute(h, y) for h, y in zip(hidden.split(size), targets.split(size))]
     empty = torch.zeros(len(input_ids), T, device=hidden.device)
     return tuple(empty.index_put(cells, torch.cat(values)) for values in zip(*slices))
 
@@ -1360,7 +1386,7 @@ def head_is_sliceable(model) -> bool:
         sliced, full = (call_gathered(function, model, ids, torch.ones_like(ids), 7, 1.0)[0]
                         for function in (sliced_logprobs, unsliced_logprobs))
         tolerance = 1e-4 if model.device.type == "cpu" else 0.1  # bfloat16 kernels round by shape
-        model.head_is_sliceable = torch.allclose(sliced, full, rtol=tolerance, atol=tolerance)
+        model.head_is_sliceable = on_all_ranks(torch.allclose(sliced, full, rtol=tolerance, atol=tolerance))
     except (AttributeError, TypeError):
         model.head_is_sliceable = False
     if not model.head_is_sliceable:
@@ -1392,8 +1418,9 @@ def sequence_scores(model, input_ids, attention_mask, T: int = 0):
 
 
 def scores_at(model, *where):
-    """The head's scores [n, 1], float32 (no view: FSDP warns of those), at what `hidden_states` finds there."""
-    return model.score(hidden_states(model, *where)).float()
+    """The head's scores [n, 1] at what `hidden_states` finds there; in float32, as bfloat16 would tie close ones."""
+    bias = None if model.score.bias is None else model.score.bias.float()
+    return F.linear(hidden_states(model, *where).float(), model.score.weight.float(), bias)
 
 
 @torch.no_grad()

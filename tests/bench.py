@@ -453,7 +453,7 @@ def measure(args, case: str, **settings) -> dict:
     """Run one case in a process of its own."""
     print(f"  {case} {settings}", file=sys.stderr, flush=True)
     command = [sys.executable, __file__, "--case", json.dumps([case, settings, vars(args)])]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         print(done.stderr[-1500:], file=sys.stderr)

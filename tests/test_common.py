@@ -87,7 +87,7 @@ def test_the_gradient_is_that_of_full_logits_for_any_slice_size(monkeypatch):
 
     expected = gradient(common.unsliced_logprobs)
     for logits_at_a_time in (1, 5 * len(tokenizer), 2 ** 25):  # one token, five, all
-        monkeypatch.setattr(common, "HEAD_SLICE", logits_at_a_time)
+        monkeypatch.setitem(common.HEAD_SLICE, "cpu", logits_at_a_time)
         torch.testing.assert_close(gradient(common.sliced_logprobs), expected, rtol=1e-4, atol=1e-4)  # of up to 40
 
 
