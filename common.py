@@ -43,7 +43,6 @@ import subprocess
 import sys
 import time
 import traceback
-import types
 import unicodedata
 import warnings
 import zlib
@@ -138,7 +137,7 @@ def parse_config(Config, args: list[str]):
         try:
             import yaml  # JSON is YAML
             settings = yaml.safe_load(Path(args[0]).read_bytes())
-        except (OSError, yaml.YAMLError) as problem:
+        except (OSError, yaml.YAMLError, ValueError, RecursionError) as problem:
             raise UserError(f"{args[0]}: {str(problem).splitlines()[0]}")
         if not isinstance(settings, dict):
             raise UserError(f"{args[0]}: want a mapping from flag names to values")
@@ -167,7 +166,7 @@ def launch(main, Config) -> None:
     except (UserError, torch.OutOfMemoryError) as error:
         message = error if isinstance(error, UserError) else (
             f"out of GPU memory {memory_advice(error)} (the last checkpoint is intact): {str(error).splitlines()[0]}")
-        tqdm.write(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)  # below any bar
+        tqdm.write(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)  # on a line of its own
         sys.exit(getattr(error, "exit_code", 1))
     if world_size() > 1:
         dist.barrier()
@@ -181,7 +180,8 @@ def memory_advice(error: BaseException) -> str:
     """Which phase ran out of memory, and which flag to turn: read off the functions on the error's traceback."""
     functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     phases = {"load_model": "while loading the model: use more GPUs",
-              "sample": "while sampling: start again with fewer prompts a step or --max_new_tokens",
+              "sample": "while sampling: start again with a lower --prompts_per_step (dpo.py: --pairs_per_step) or "
+                        "--max_new_tokens",
               "optimizer_step": "in the optimizer step: use more GPUs, or start again with --freeze_layers"}
     return next((advice for name, advice in phases.items() if name in functions),
                 "in a forward or backward pass: --resume with fewer --micro_batch_tokens or --gradient_checkpointing")
@@ -315,7 +315,7 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
             else:
                 with torch.device("meta"):
                     model = cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    if cls is AutoModelForSequenceClassification and not hasattr(model, "score"):
+    if cls is AutoModelForSequenceClassification and not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise UserError(f"--model {name}: {type(model).__name__} has no scalar head named score")
     model.saved_dtype = saved_dtype
     model.train(trainable).requires_grad_(trainable)
@@ -378,7 +378,7 @@ def shard(model, device: torch.device):
     """FSDP2: each rank keeps a share of every parameter, and gathers a layer at a time to compute with it.
 
     On CUDA the gathered copy is bfloat16 while shard, gradient and optimizer stay float32: this is also how a single
-    GPU gets its mixed precision. Gradients are summed over ranks, as the token weights count those of all ranks.
+    GPU gets its mixed precision. Gradients are summed over ranks: token weights count the tokens of all.
     """
     frozen = not any(parameter.requires_grad for parameter in model.parameters())
     if world_size() == 1 and (device.type == "cpu" or frozen):  # FSDP would cost a CPU 15%, and save nothing
@@ -622,7 +622,7 @@ def read_json_lines(path: Path) -> tuple[list[dict], list[str]]:
                         raise UserError(f"{places[-1]}: want a JSON object, got {type(rows[-1]).__name__}")
     except json.JSONDecodeError as error:
         raise UserError(f"{path} line {number}: not JSON ({error.msg} at column {error.colno})") from None
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error, RecursionError) as error:
+    except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}{f' after line {number}' if number else ''}: {reason}") from None
     if not rows:
@@ -670,7 +670,7 @@ def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
 
 
 def encode(tokenizer, text: str, templated: bool = False) -> list[int]:
-    """Token ids of a text: one BOS where the tokenizer wants one, no EOS at its end; of a template's text as it is."""
+    """Token ids of a text: one BOS where the tokenizer wants one, no EOS at its end. A template's is taken as it is."""
     ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
     if not templated and ids[:2] == [tokenizer.bos_token_id] * 2:  # the text had its own
         ids = ids[1:]
@@ -1126,11 +1126,13 @@ class GraphStep:
             stream = capture_stream()
             with without_hooks(model):
                 stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream), no_waiting():  # a first run, outside: libraries set themselves up
-                    self.run()
-                torch.cuda.current_stream().wait_stream(stream)
+                try:
+                    with torch.cuda.stream(stream), no_waiting():  # a first run, outside: libraries set themselves up
+                        self.run()
+                finally:  # also where it failed half-way: what it queued writes into the cache
+                    torch.cuda.current_stream().wait_stream(stream)
                 self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):  # NCCL's may go on
+                with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):  # for NCCL's
                     self.logits = self.run()
 
     def run(self):
@@ -1159,7 +1161,7 @@ def capture_stream():
 
 @contextlib.contextmanager
 def no_waiting():
-    """Inside, what waits for the GPU raises RuntimeError: in a capture it would leave the allocator broken."""
+    """Inside, what waits for the GPU raises RuntimeError: for a first run, as in a capture it breaks the allocator."""
     with warnings.catch_warnings(action="ignore"):  # of a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -1323,7 +1325,7 @@ def sliced_logprobs(model, input_ids, attention_mask, T, temperature):
     cells = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)  # (row [n], column [n]) of real tokens
     hidden = hidden_states(model, input_ids, attention_mask, T, *cells)  # what predicts them
     targets = input_ids[:, input_ids.shape[1] - T:][cells]
-    size = max(1, HEAD_SLICE[hidden.device.type] // model.config.get_text_config().vocab_size)
+    size = max(1, HEAD_SLICE.get(hidden.device.type, 2 ** 25) // model.config.get_text_config().vocab_size)
     compute = functools.partial(recompute_in_backward, one_slice, use_reentrant=False, preserve_rng_state=False) \
         if len(hidden) > size else one_slice
     slices = [compute(h, y) for h, y in zip(hidden.split(size), targets.split(size))]
@@ -1644,7 +1646,8 @@ def _last_marked(text: str) -> str | None:
             boxes.append((brace.end(), brace["bare"]))
         elif kind == "close" and opened and (box := opened.pop()):
             answer = text[box.end():brace.start()]
-            between = _AROUND_AND.sub("", text[boxes[-1][0] + 1:box.start()][:30]) if boxes else ""
+            near = boxes and box.start() - boxes[-1][0] < 40
+            between = _AROUND_AND.sub("", text[boxes[-1][0] + 1:box.start()]) if near else ""
             if between in (",", "and", "or", ",and"):  # \boxed{1} and \boxed{2}
                 answer = f"{boxes[-1][1]}, {answer}"
             boxes.append((brace.start(), answer))
@@ -1726,8 +1729,10 @@ def _same(a: str, b: str, depth: int = 0) -> bool:
         return False
     if _SPACES.sub("", a) == _SPACES.sub("", b):
         return True
-    if bool(_RELATION.search(a)) != bool(_RELATION.search(b)):  # 1 < x ≤ 2 and (1,2]
-        a, b = _as_interval(a), _as_interval(b)
+    if b[0] in "([":  # 1 < x ≤ 2 and (1,2]
+        a = _as_interval(a)
+    elif a[0] in "([":
+        b = _as_interval(b)
     if (_RELATION.search(a) or _RELATION.search(b)) and len(_split(a, ",")) == len(_split(b, ",")) == 1:
         return _same_relation(_RELATION.split(a), _RELATION.split(b), depth)
     (a_brackets, a_items), (b_brackets, b_items) = _items(a), _items(b)
@@ -1834,7 +1839,7 @@ def _split_unit(text: str) -> tuple[str, str]:
     found = _UNIT.search(text)
     if not found or not re.search(r"\d|\\pi", text[:found.start()]):
         return text, ""
-    unit = re.sub(r"\bsq(?:uare|\.)? (\w+)", r"\1^2", re.sub(r"\bcubic (\w+)", r"\1^3", found[1]))
+    unit = re.sub(r"\bsquare (\w+)", r"\1^2", re.sub(r"\bcubic (\w+)", r"\1^3", found[1]))
     return text[:found.start()].strip(), re.sub(r"[\s(){}.^]", "", unit).lower().rstrip("s")
 
 
@@ -2060,7 +2065,7 @@ class Run:
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first: a directory gets such a name only when all of it is on disk."""
-        return sorted((self.directory / "checkpoint").glob("step-*"))
+        return sorted((self.directory / "checkpoint").glob("step-??????"))
 
     def check_same_run(self):
         try:
@@ -2091,7 +2096,8 @@ class Run:
             self.save_checkpoint()
         if rank() == 0:
             self.drop_later_lines()
-            self.log = self.open_logger() if self.cfg.log_to != "none" else None
+            with one_line_errors(f"--log_to {self.cfg.log_to}: it does not start"):
+                self.log = self.open_logger() if self.cfg.log_to != "none" else None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.note_signal)
         self.bar = tqdm(total=self.cfg.steps, initial=max(0, self.next_step - 1), desc=self.script, unit="step",
@@ -2109,8 +2115,10 @@ class Run:
 
     def make_directory(self):
         if self.cfg.overwrite:
-            for name in ("checkpoint", "model", "tensorboard"):  # `drop_later_lines` empties the .jsonl files
+            for name in ("checkpoint", "model", "tensorboard"):
                 shutil.rmtree(self.directory / name, ignore_errors=True)
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                (self.directory / name).unlink(missing_ok=True)
         self.directory.mkdir(parents=True, exist_ok=True)
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
                                 cwd=Path(__file__).parent).stdout.strip() if shutil.which("git") else ""

@@ -501,7 +501,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--model", default="tiny", choices=[name for name in SHAPES if name != "logprobs"])
-    parser.add_argument("--only", default="", 
+    parser.add_argument("--only", default="",
                         help="rollout,logprobs,step,trl,race (trl, race: with --against); grpo,dpo,reward_model,ppo of trl")
     parser.add_argument("--against", choices=["trl"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))

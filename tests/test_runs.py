@@ -261,6 +261,9 @@ def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
         file.write_bytes(file.read_bytes()[:100])
     damaged = run_script("grpo.py", "--steps", 3, *flags, "--resume")
     assert damaged.returncode == 2 and "is damaged" in damaged.stderr and "Traceback" not in damaged.stderr
+    (out / "metrics.jsonl").write_text("no metrics")
+    afresh = run_script("grpo.py", "--steps", 1, *flags, "--overwrite")
+    assert afresh.returncode == 0 and (out / "metrics.jsonl").read_text().startswith('{"step": 0')
 
 
 class FakeRun(common.Run):
@@ -359,7 +362,7 @@ def test_gradient_checkpointing_changes_nothing_and_frozen_layers_stay(script, s
     assert moved == {"1", "2"}
 
 
-@pytest.mark.parametrize("function, advice", [("sample", "while sampling: start again with fewer prompts a step"),
+@pytest.mark.parametrize("function, advice", [("sample", "while sampling: start again with a lower --prompts_per_step"),
                                               ("token_logprobs", "--resume with fewer --micro_batch_tokens")])
 def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp_path, monkeypatch):
     scope = {"torch": torch}

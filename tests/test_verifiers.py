@@ -22,6 +22,7 @@ from common import extract_answer, format_reward, is_equivalent
     ("#### 3\nWait.\n#### 4", "4"), ("**Final Answer**\n\n\\[ \\boxed{5} \\]", "5"),
     ("\\boxed{1}, then \\boxed{x = \\boxed{2}}", "2"), ("## Final Answer\n\n4", "4"), ("\\boxed 5", "5"),
     ("$\\boxed{1}$ and $\\boxed{-2}$.", "1, -2"), ("\\boxed{5}\n\\boxed{5}", "5"),
+    ("\\boxed{1},\n\n" + " " * 30 + "no wait, \\boxed{2}", "2"), ("\\boxed{1}," + " " * 50 + "\\boxed{2}", "2"),
     ("\\boxed{(1,2)}, \\boxed{(2,1)} \\quad \\text{and} \\quad \\boxed{3}", "(1,2), (2,1), 3")])
 def test_the_last_answer_is_extracted(text, answer):
     assert extract_answer(text) == answer
@@ -77,7 +78,7 @@ def test_the_same_answer_written_another_way(a, b):
 
 @pytest.mark.parametrize("a, b", [
     ("1,23", "123"), ("234", "1,234"), ("181", "18"), ("18", "-18"), ("12", "1 2"), ("1000", "1000.1"),
-    ("8 square feet", "8 feet"), ("1<x<2", "(1,2]"), ("x<1", "(1,\\infty)"), ("x=3", "(3,\\infty)"), ("x \\ne 3", "(3,\\infty)"), ("x<y", "(3,y)"),
+    ("8 square feet", "8 feet"), ("3<x<5", "3, 5"), ("x<3", "-\\infty,3"), ("1<x<2", "(1,2]"), ("x<1", "(1,\\infty)"), ("x=3", "(3,\\infty)"), ("x \\ne 3", "(3,\\infty)"), ("x<y", "(3,y)"),
     ("18 or 19", "18"), ("50", "0.5"), ("50%", "0.5"), ("3.1416", "\\pi"), ("1/3", "0.3333"), ("\\sqrt{2}", "1.414"),
     ("2\\frac12", "1"), ("5 cm", "5 cm^2"), ("\\frac{3}{4}", "\\frac{4}{3}"), ("6+5i", "6-5i"), ("x", "y"),
     ("2x+3", "2x+4"), ("(2,3]", "[2,3)"), ("(2,3)", "(3,2)"), ("1,2", "1,2,3"), ("x>2", "x<2"), ("x>2", "x\\ge2"),
