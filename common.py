@@ -184,7 +184,7 @@ def memory_advice(error: BaseException) -> str:
                         "--max_new_tokens",
               "optimizer_step": "in the optimizer step: use more GPUs, or start again with --freeze_layers"}
     return next((advice for name, advice in phases.items() if name in functions),
-                "in a forward or backward pass: --resume with fewer --micro_batch_tokens or --gradient_checkpointing")
+                "in a forward or backward pass: --resume with a lower --micro_batch_tokens, or --gradient_checkpointing")
 
 
 # --------------------------------------------------------------------------------------------------- processes
@@ -2065,7 +2065,7 @@ class Run:
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first: a directory gets such a name only when all of it is on disk."""
-        return sorted((self.directory / "checkpoint").glob("step-??????"))
+        return sorted((self.directory / "checkpoint").glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))
 
     def check_same_run(self):
         try:

@@ -363,7 +363,7 @@ def test_gradient_checkpointing_changes_nothing_and_frozen_layers_stay(script, s
 
 
 @pytest.mark.parametrize("function, advice", [("sample", "while sampling: start again with a lower --prompts_per_step"),
-                                              ("token_logprobs", "--resume with fewer --micro_batch_tokens")])
+                                              ("token_logprobs", "--resume with a lower --micro_batch_tokens")])
 def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp_path, monkeypatch):
     scope = {"torch": torch}
     exec(f"def {function}(*args): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')", scope)
