@@ -1611,9 +1611,10 @@ def load_reward_function(spec: str):
 
 LONGEST_COMPLETION, LONGEST_ANSWER, LONGEST_LIST, DEEPEST, MOST_BITS = 20_000, 400, 20, 30, 8_000
 
-_LINE = re.compile(r"^[ \t]*(?:####|(?:\*\*|#+ )?(?:A:|(?i:(?:final )?answer)\**[ \t]*(?::|\n\s*)))\**[ \t]*(\S.*)",
-                   re.M)
+_LINE = re.compile(r"^[ \t]*(?:####|(\*\*|#+ )?(?:A:|(?i:(?:final )?answer)\**[ \t]*(?::\**(?(1)\s*)|\n\s*)))"
+                   r"[ \t]*(?:(?:\\\[|\$\$)[ \t]*\n\s*)?(?P<answer>\S.*)", re.M)
 _BRACE = re.compile(r"\\f?box(?:ed)?(?:(?P<box>\s*{)|[ \t]+(?P<bare>[^\s\\${}]+))|(?P<open>{)|(?P<close>})|\\.", re.S)
+_BOLD = re.compile(r"(?<![\w)}])\*\*|\*\*(?![\w(\\{-])")  # not x**2
 _AROUND_AND = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")
 _PHRASE = re.compile(r"^.*answer(?: is|:| =)(?: (?:equal to|therefore|thus|simply))?:?\**\s*(?=\S)"
                      r"(.*?)(?=$|[.!](?:[\s*]|$)|,? (?:because|since|so) )", re.I | re.M)
@@ -1630,11 +1631,11 @@ def extract_answer(text) -> str | None:
         text = answer = marked
     if phrases := _PHRASE.findall(text):  # perhaps "Answer: The final answer is $18$. I hope it is correct."
         answer = phrases[-1].strip()
-    return answer or None
+    return _BOLD.sub("", answer) or None if answer else None
 
 
 def _last_marked(text: str) -> str | None:
-    found = [(line.end(), line[1]) for line in _LINE.finditer(text)]  # (where it ends, answer)
+    found = [(line.end(), line["answer"]) for line in _LINE.finditer(text)]  # (where it ends, answer)
     if (end := text.rfind("</answer>")) >= 0 and (start := text.rfind("<answer>", 0, end)) >= 0:
         found.append((end, text[start + len("<answer>"):end]))
     opened, boxes = [], []  # of each open brace the match, if a box begins there; (where it ends, answer)
@@ -1645,7 +1646,8 @@ def _last_marked(text: str) -> str | None:
         elif kind == "bare":
             boxes.append((brace.end(), brace["bare"]))
         elif kind == "close" and opened and (box := opened.pop()):
-            answer = text[box.end():brace.start()]
+            if not (answer := text[box.end():brace.start()].strip()):
+                continue
             near = boxes and box.start() - boxes[-1][0] < 40
             between = _AROUND_AND.sub("", text[boxes[-1][0] + 1:box.start()]) if near else ""
             if between in (",", "and", "or", ",and"):  # \boxed{1} and \boxed{2}
@@ -1684,23 +1686,29 @@ _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currenc
     "=": r"\approx ≈", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
     "≠": r"\ne \neq !=", "∪": r"\cup", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
     ":": r"\colon", "|": r"\vert \lvert \rvert \mid", "^2": "²", "^3": "³", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
-    "\\emptyset": r"\varnothing ∅", " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼", " 3/4": "¾",
+    "\\emptyset": r"\varnothing ∅", " or ": r"\lor \vee", " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼", " 3/4": "¾",
     "\\frac": r"\dfrac \tfrac \cfrac", "\\binom": r"\dbinom \tbinom",
-    "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname"}
+    "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, ])\d{3})(?:\1\d{3})*(?![\d,/])")
+_ZEROS = {"thousand": 3, "million": 6, "billion": 9}
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [
-    (r"(?<!\S)\*\*(\S[^*]*)\*\*", r"\1"),  # bold
+    (_BOLD, ""),  # next: \sqrt{2} \approx 1.414, but not x \approx 1.414
+    (r"^(?!\D*(?:[(_]\d+\)?)?\s*(?:\\approx|≈))(.*?)(?:\\approx|≈).*", r"\1"),
     (r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|[<>!]=|[$%~;]|[^\x00-\x7f]", lambda way: _SPELLINGS.get(way[0].strip(), way[0])),
-    (r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?", ""), (r"\\text\s*\{\{?([^{}]*)\}?\}", r" \1 "),
+    (r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?", ""), (r"\\text\s*\{(?:\{([^{}]*)\}|([^{}]*))\}", r" \1\2 "),
+    (r"(?<=\d)\s*\^?\s*(?:\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)\b)", " "),  # 12th
+    (r"^ ?\([A-E]\) +(?!(?:and|or)\b|,)(?=\S)", ""),  # (B) 12: an option's letter
+    (r"(?<=\d)\s*(thousand|million|billion)\b", lambda word: f"*10^{_ZEROS[word[1]]}"),
     (r"(?<=\{)\s+|\s+(?=\})", ""), (r"\s*\{,\}\s*", ","),
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["), (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),  # matrices
-    (r"\{([^{}]+)\\choose([^{}]+)\}", r"\\binom{\1}{\2}"), (r"\\\\", "],["), (r"&", ","),
+    (r"\{([^{}]+)\\choose([^{}]+)\}", r"\\binom{\1}{\2}"), (r"\\\\(?:\[\d+\w+\])?", "],["), (r"&", ","),
     (r"\\(frac|binom|sqrt|log_)\s*(\w)", r"\\\1{\2}"),  # \frac12
     (r"(\\(?:frac|binom)\{[^{}]*\})\s*(\w)", r"\1{\2}"), (r"\(([A-Z])\)", r"\1"), (r"(?<!log)_\{(\w+)\}", r"_\1"),
     (r"(?<![\w.^)}])(\d+)\s*(?:\\frac\{(\d+)\}\{(\d+)\}|\s(\d+)/(\d+))", r"(\1+\2\4/\3\5)"),  # 2 1/2
     (r"(\d+)\.(\d*)\\overline\{(\d+)\}", lambda d: f"({d[1]}.{d[2]}0+{d[3]}/(10^{len(d[2])}*(10^{len(d[3])}-1)))"),
-    (r"(?:,\s*)?\b(?:and|or)\b", ","), (r"(?<=\d)\s*x\s*(?=10\^)", "*"), (r"^\s*\w+\s*∈", ""), (r"\s+", " "),
+    (r"(?:,\s*)?\b(?:and|or)\b", ","), (r"(?<=\d)\s*x\s*(?=10\^)", "*"), (r"^\s*\\?\w+\s*∈", ""), (r"\s+", " "),
+    (r"^‹\s?\w+\s?[|:](.*[<>≤≥].*)›$", r"\1"),  # {x | x > 1}
     (r"^[^(\[‹]+", lambda head: _THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), head[0]))]]  # not (1,234)
 _NUMBER = re.compile(r"-?(?:\d+/\d+|\d*\.?\d+)", re.ASCII)
 
@@ -1713,7 +1721,7 @@ def _clean(text: str) -> str:
     for pattern, ours in _REWRITES:
         if pattern.search(text):
             text = pattern.sub(ours, text)
-    return unicodedata.normalize("NFKC", text).lstrip().rstrip(" .,:")
+    return unicodedata.normalize("NFKC", text).strip(" *_").rstrip(" .,:\\")
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
@@ -1758,14 +1766,17 @@ def _items(text: str) -> tuple[str, list[str]]:
             break
     else:
         inner, brackets = _split(text[1:-1], ","), text[0].replace("{", "‹") + text[-1].replace("}", "›")
-        if len(inner) > 1 and brackets in ("()", "(]", "[)", "[]") or brackets == "‹›":
+        if brackets == "[]" and len(inner) > 1 and all(re.fullmatch(r"\[[^,]*\]", row) for row in inner):
+            brackets, parts = "()", [row[1:-1] for row in inner]  # a column is a tuple
+        elif len(inner) > 1 and brackets in ("()", "(]", "[)", "[]") or brackets == "‹›":
             parts = inner
         elif brackets == "[]" and text[1] == "[":  # a matrix of one row
             return _items(inner[0])
         else:
             brackets = ""
     if "±" in text or "∓" in text:
-        parts = [part.translate(str.maketrans("±∓", signs)) for part in parts for signs in ("+-", "-+")]
+        parts = [way for part in parts  # both ways are one where the part has none
+                 for way in dict.fromkeys(part.translate(str.maketrans("±∓", signs)) for signs in ("+-", "-+"))]
     return brackets, parts
 
 
@@ -1784,24 +1795,25 @@ def _split(text: str, separator: str) -> list[str]:
 
 def _as_interval(text: str) -> str:
     """"1 < x ≤ 2" -> "(1,2]" and "x ≥ 1" -> "[1,\\infty)"; anything else stays as it is."""
-    found = _RELATION.split(text)
+    found, is_letter = _RELATION.split(text), re.compile(r"\\?[^\W\d_]+(?:_\w+)? ?").fullmatch
     if found[1:2] and found[1] in ">≥":  # 2 > x > 1
         found = [part.translate(_MIRRORED) for part in found[::-1]]
     low, under, letter, over, high = (
-        found if len(found) == 5 else ["-\\infty", "<", *found] if len(found) == 3 and found[0].isalpha() else
+        found if len(found) == 5 else ["-\\infty", "<", *found] if len(found) == 3 and is_letter(found[0]) else
         [*found, "<", "\\infty"] if len(found) == 3 else [""] * 5)
-    if not letter.isalpha() or not {under, over} <= {"<", "≤"}:
+    if not is_letter(letter) or not {under, over} <= {"<", "≤"}:
         return text
     return f"{'(['[under == '≤']}{low},{high}{')]'[over == '≤']}"
 
 
 def _same_relation(a: list[str], b: list[str], depth: int) -> bool:
     """Two equations or inequalities agree where left − right of one is a constant (for < and >: positive) times the
-    other's. One that only names its answer (x = 5, f(2) = 5) agrees with the plain answer.
+    other's. One that only names its answer (x = 5, f(2) = 5), or works it out (2 + 3 = 5), agrees with the plain one.
     """
     if len(a) == 1 or len(b) == 1:
         (name, *_, sign, value), (plain,) = (a, b) if len(b) == 1 else (b, a)
-        return sign == "=" and bool(re.fullmatch(r"\D*(?:[(_]\d+\)?)?\s*", name)) and _same(value, plain, depth)
+        names_it = re.fullmatch(r"\D*(?:[(_]\d+\)?)?\s*", name)
+        return sign == "=" and _same(value, plain, depth) and bool(names_it or _same_scalar(name, plain))
     a, b = ([part.translate(_MIRRORED) for part in side[::-1]] if side[1] in ">≥" else side for side in (a, b))
     if a[1::2] != b[1::2]:
         return False
@@ -1820,16 +1832,20 @@ def _same_relation(a: list[str], b: list[str], depth: int) -> bool:
 # 18 apples, 5 cm^2, 60 miles/hour: a word after a number. Short ones only if known, or after a space: 2ab is 2·a·b.
 _UNIT = re.compile(
     r"(?<=[\d)}\]\s])\s*\(?((?:(?!sqrt|sin|cos|tan|log|exp|pi\b)(?:[A-Za-z]{4}|(?<=\s)[A-Za-z]{3})|"
-    r"(?:[ckm]?m|k?g|ft|in|lbs?|oz|m[lg]|mph|hrs?|min|sec|am|pm|[ap]\.m|L)(?![A-Za-z]))[A-Za-z\s./()^{}23-]*)$")
+    r"(?:[ckm]?m|k?g|gm|ft|in|lbs?|oz|m[lg]|mph|hrs?|min|sec|[APap]\.?[Mm]|L)(?![A-Za-z]))[A-Za-z\s./()^{}23-]*)$")
 
 
 def _same_scalar(a: str, b: str) -> bool:
-    (a, a_unit), (b, b_unit) = _split_unit(a), _split_unit(b)
+    whole, ((a, a_unit), (b, b_unit)) = (a, b), (_split_unit(a), _split_unit(b))
     short, long = sorted((a_unit, b_unit), key=len)
+    if not short and len(long) == 1 and all(long in text.lower() for text in whole):
+        a, b = whole  # 5m/2 and \frac52 m: a letter, no unit
     letters = iter(long)  # cm is short for centimeter, but cm2 is not
     if short and (short[0] != long[0] or short.isalpha() != long.isalpha() or not all(x in letters for x in short)):
         return False
     words = re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{2}", a)
+    if re.fullmatch(r"\d+ \d+_\d+", " ".join(sorted((a, b)))):  # 4210 for 4210_5: the question names the base
+        return min(a, b) == max(a, b).partition("_")[0]
     values = _values(a), _values(b)
     return bool(words) and a.lower() == b.lower() or None not in values and all(map(_close, *values))
 
@@ -1837,10 +1853,11 @@ def _same_scalar(a: str, b: str) -> bool:
 def _split_unit(text: str) -> tuple[str, str]:
     """"18 apples" -> ("18", "apple")."""
     found = _UNIT.search(text)
-    if not found or not re.search(r"\d|\\pi", text[:found.start()]):
-        return text, ""
+    number = text[:found.start()] if found else ""
+    if not re.search(r"\d|\\pi", number) or len(found[1]) == 1 and re.search(r"\S[+-]|(?<![\\a-zA-Z])[a-zA-Z]", number):
+        return text, ""  # no number, or m is a letter of a formula
     unit = re.sub(r"\bsquare (\w+)", r"\1^2", re.sub(r"\bcubic (\w+)", r"\1^3", found[1]))
-    return text[:found.start()].strip(), re.sub(r"[\s(){}.^]", "", unit).lower().rstrip("s")
+    return number.strip(), re.sub(r"[\s(){}.^]", "", unit).lower().rstrip("s")
 
 
 def _exact(*values) -> bool:
@@ -1924,7 +1941,7 @@ def _values(text: str) -> list | None:
         elif token in _FUNCTIONS:
             base, exponent = (tokens.pop() and atom() if tokens[-1] == mark else 1 for mark in "_^")
             bracketed = tokens[-1] in _CLOSING
-            value = read(2)
+            value = atom() if tokens[-1] in "([{" else read(2)  # \sin(x)^2 is the square of a sine
             while not bracketed and tokens[-1][-1].isalpha() and tokens[-1] not in _FUNCTIONS:
                 value = value * read(2)  # \cos 2x
             value = (_FUNCTIONS[token](complex(value)) / (1 if base == 1 else cmath.log10(base))) ** exponent
