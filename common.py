@@ -1698,7 +1698,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [
     (r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|[<>!]=|[$%~;]|[^\x00-\x7f]", lambda way: _SPELLINGS.get(way[0].strip(), way[0])),
     (r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?", ""), (r"\\text\s*\{(?:\{([^{}]*)\}|([^{}]*))\}", r" \1\2 "),
     (r"(?<=\d)\s*\^?\s*(?:\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)\b)", " "),  # 12th
-    (r"^ ?\([A-E]\) +(?!(?:and|or)\b|,)(?=\S)", ""),  # (B) 12: an option's letter
+    (r"^ ?[(\[][A-E][)\]] +(?!(?:and|or)\b|,)(?=\S)", ""),  # (B) 12: an option's letter
     (r"(?<=\d)\s*(thousand|million|billion)\b", lambda word: f"*10^{_ZEROS[word[1]]}"),
     (r"(?<=\{)\s+|\s+(?=\})", ""), (r"\s*\{,\}\s*", ","),
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["), (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),  # matrices
