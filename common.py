@@ -319,6 +319,9 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
         raise UserError(f"--model {name}: {type(model).__name__} has no scalar head named score")
     model.saved_dtype = saved_dtype
     model.train(trainable).requires_grad_(trainable)
+    for module in model.modules():  # in training, PhiMoE draws experts at random, and Mixtral's router may add noise
+        if module is not model and not hasattr(module, "gradient_checkpointing"):
+            module.training = False
     return shard(model, device)
 
 
@@ -946,6 +949,18 @@ def join_drawn(drawn, pad_id: int):
     return sum(batches, []), rollout, torch.cat(rewards), torch.cat(correct)
 
 
+@contextlib.contextmanager
+def evaluating(model):
+    """Without gradient checkpointing, which would switch the KV cache off."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 @torch.no_grad()
 def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temperature: float = 1.0,
            greedy: bool = False) -> Rollout:
@@ -970,16 +985,13 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     tokens = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)  # [N, T]
     lengths = torch.zeros(N, dtype=torch.long, device=device)
 
-    training = model.training
-    model.eval()  # gradient checkpointing would switch the cache off
-    with gathered(model):
+    with evaluating(model), gathered(model):
         mine = torch.tensor(my_share(N), dtype=torch.long, device=device)
         turns = mine.split(rows_that_fit(model, prompt_ids.shape[1] + max_new_tokens)) if len(mine) else ()
         for rows in turns:
             tokens[rows], lengths[rows] = decode(
                 model, prompt_ids, prompt_mask, rows // group_size, ends, max_new_tokens,
                 None if greedy else uniforms[rows], temperature)
-    model.train(training)
 
     sum_over_ranks(tokens)  # rows of other ranks are zero here
     sum_over_ranks(lengths)
@@ -1381,12 +1393,11 @@ def head_is_sliceable(model) -> bool:
     """Are its logits what `head_logits` makes of hidden states? Compared once, on eight tokens; warns if not."""
     if hasattr(model, "head_is_sliceable"):
         return model.head_is_sliceable
-    training = model.training
-    model.eval()
     ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
     try:
-        sliced, full = (call_gathered(function, model, ids, torch.ones_like(ids), 7, 1.0)[0]
-                        for function in (sliced_logprobs, unsliced_logprobs))
+        with evaluating(model):
+            sliced, full = (call_gathered(function, model, ids, torch.ones_like(ids), 7, 1.0)[0]
+                            for function in (sliced_logprobs, unsliced_logprobs))
         tolerance = 1e-4 if model.device.type == "cpu" else 0.1  # bfloat16 kernels round by shape
         model.head_is_sliceable = on_all_ranks(torch.allclose(sliced, full, rtol=tolerance, atol=tolerance))
     except (AttributeError, TypeError):
@@ -1394,7 +1405,6 @@ def head_is_sliceable(model) -> bool:
     if not model.head_is_sliceable:
         warnings.warn(f"{type(model).__name__}: its logits are not a plain head on the last hidden states, so "
                       "log-probs hold all logits at once; lower --micro_batch_tokens if memory runs out")
-    model.train(training)
     return model.head_is_sliceable
 
 

@@ -319,6 +319,17 @@ def test_dropout_is_off_and_the_dtype_is_kept(tmp_path):
     assert common.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("architecture", ["Phimoe", "Mixtral"])
+def test_the_experts_of_a_policy_that_trains_are_those_that_sampled(architecture, tmp_path):
+    """PhiMoE draws its experts at random in training, and Mixtral adds noise: off, also after sampling."""
+    model, tokenizer = random_model(architecture, num_local_experts=4, router_jitter_noise=0.3)
+    model.save_pretrained(tmp_path)
+    policy, arguments = common.load_model(str(tmp_path), torch.device("cpu")), (*batch_of_three(tokenizer)[:2], 8)
+    common.sample(policy, tokenizer, PROMPTS, 2, 4)
+    assert policy.training
+    torch.testing.assert_close(common.token_logprobs(policy, *arguments)[0], common.token_logprobs(model, *arguments)[0])
+
+
 def test_a_tokenizer_without_pad_token_gets_eos(tmp_path):
     tokenizer = common.tiny_tokenizer()
     tokenizer.pad_token = None
