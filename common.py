@@ -1347,14 +1347,14 @@ def sliced_logprobs(model, input_ids, attention_mask, T, temperature):
 
 def unsliced_logprobs(model, input_ids, attention_mask, T, temperature):
     """The same from the model's own logits, for heads of another form: holds [B, L+T, V]."""
-    extra = {"position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0)} if takes_position_ids(model) else {}
-    logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **extra).logits
-    logits = logits[:, input_ids.shape[1] - T - 1:-1]  # the logits before a token predict it
-    cells = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)
-    targets = input_ids[:, input_ids.shape[1] - T:][cells]
+    L = input_ids.shape[1] - T
+    row, column = cells = attention_mask[:, L:].nonzero(as_tuple=True)
+    ids = shift_left(input_ids, attention_mask, int(attention_mask.sum(1).max()))  # as in hidden_states
+    before = attention_mask[:, :L].sum(1)[row] + column - 1  # the logits before a token predict it
+    logits = model(input_ids=ids, use_cache=False).logits[row, before].float()
     empty = torch.zeros(len(input_ids), T, device=logits.device)
     return tuple(empty.index_put(cells, values)
-                 for values in TargetLogprobs.apply(logits[cells].float(), targets, temperature))
+                 for values in TargetLogprobs.apply(logits, input_ids[:, L:][cells], temperature))
 
 
 class TargetLogprobs(torch.autograd.Function):

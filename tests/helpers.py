@@ -28,6 +28,17 @@ def random_model(architecture: str, seed: int = 0, **changes):
         sizes["head_dim"] = 8
     if architecture == "GPTNeoX":
         sizes.pop("num_key_value_heads")
+    if architecture == "GPTNeo":
+        sizes = dict(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]])
+    if architecture == "Lfm2":
+        sizes["layer_types"] = ["conv", "full_attention"]
+    if architecture == "Mamba":
+        sizes = dict(hidden_size=32, num_hidden_layers=2, time_step_rank=2)
+    if architecture == "Gemma4Text":
+        sizes.update(head_dim=8, global_head_dim=16, layer_types=["sliding_attention", "full_attention"],
+                     hidden_size_per_layer_input=8, vocab_size_per_layer_input=len(tokenizer))
+    if architecture == "RecurrentGemma":
+        sizes.update(num_key_value_heads=1, block_types=("recurrent", "attention"))
     config_class = getattr(transformers, architecture + "Config")
     config = config_class(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
                           eos_token_id=tokenizer.eos_token_id, **{**sizes, **changes})

@@ -74,6 +74,17 @@ def test_an_unknown_head_falls_back_to_full_logits_with_one_warning(recwarn):
                                rtol=1e-4, atol=1e-5)
 
 
+def test_full_logits_are_those_of_each_row_alone_where_padding_would_change_them():
+    """RecurrentGemma's convolution reads what stands left of a prompt, whatever the attention mask says."""
+    model, tokenizer = random_model("RecurrentGemma")
+    input_ids, attention_mask, mask = batch_of_three(tokenizer)
+    logprobs, _ = common.unsliced_logprobs(model, input_ids, attention_mask, mask.shape[1], 1.0)
+    for row in range(3):
+        ids, n = input_ids[row][attention_mask[row].bool()], int(mask[row].sum())
+        expected = model(ids[None]).logits[0].log_softmax(-1)[-n - 1:-1].gather(1, ids[-n:, None])[:, 0]
+        torch.testing.assert_close(logprobs[row, :n], expected, rtol=1e-4, atol=1e-5)
+
+
 def test_the_gradient_is_that_of_full_logits_for_any_slice_size(monkeypatch):
     model, tokenizer = random_model("Qwen2")
     input_ids, attention_mask, mask = batch_of_three(tokenizer)
