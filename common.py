@@ -1009,8 +1009,12 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
 def rows_that_fit(model, length: int) -> int:
     """How many rows of `length` tokens may be decoded at once: a KV cache of at most half of the free memory."""
     config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    def size(name):  # None where the architecture has no such thing (Mamba), or it differs by layer (Gemma 4)
+        with contextlib.suppress(AttributeError, RuntimeError):
+            return getattr(config, name)
+    heads = size("num_key_value_heads") or size("num_attention_heads") or 1
+    head_dim = size("head_dim") or config.hidden_size // (size("num_attention_heads") or 1)
     if model.device.type == "cuda":  # what the allocator has reserved and does not use is free too
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         element = 2
@@ -1031,14 +1035,18 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     mask, rows = prompt_mask[first:last], prompt_of - first
     padded = not mask.all()
     cache = DynamicCache(config=model.config)
+    cache_name = next((name for name in ("past_key_values", "cache_params") if takes(model, name)), None)
+    if cache_name is None:  # its **kwargs would swallow a cache
+        raise UserError(f"--model: {type(model).__name__} takes no KV cache, so it can not be sampled from")
 
     def forward(ids, mask, positions):
-        extra = {"position_ids": positions} if takes_position_ids(model) else {}
-        return model(input_ids=ids, attention_mask=mask if padded else None, past_key_values=cache, use_cache=True,
-                     logits_to_keep=1, **extra).logits[:, -1].float()
+        extra = {"position_ids": positions} if takes(model, "position_ids") else {}
+        masked = padded and (ids.shape[1] > 1 or cache_name == "past_key_values")  # Mamba's state has no columns
+        return model(input_ids=ids, attention_mask=mask if masked else None, use_cache=True, logits_to_keep=1,
+                     **extra, **{cache_name: cache}).logits[:, -1].float()
 
     logits = forward(prompt_ids[first:last], mask, (mask.cumsum(1) - 1).clamp(min=0))[rows]  # [n, V]
-    cache.batch_select_indices(rows)
+    cache.reorder_cache(rows)
     L = prompt_ids.shape[1]
     room = max_new_tokens + -(L + max_new_tokens) % 8  # CUDA's attention likes multiples of 8
     cache.layers = [RoomyLayer(layer, room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
@@ -1064,7 +1072,7 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
                 stay = torch.arange(m, device=device)
                 stay[ended[:m]] = m + (~ended[m:]).nonzero()[:, 0]
                 alive, chosen, position, mask, ended = (x[stay] for x in (alive, chosen, position, mask, ended))
-                cache.batch_select_indices(stay)
+                cache.reorder_cache(stay)
                 graph = None
         if graphs_work and (graph is None or L + t >= graph.width):
             graph = None  # its memory goes before the next one is made
@@ -1109,7 +1117,7 @@ class RoomyLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.length
 
-    def batch_select_indices(self, stay) -> None:
+    def reorder_cache(self, stay) -> None:
         """Row i becomes what row stay[i] was; stay[i] >= i, and none is read after it was written."""
         i = (stay != torch.arange(len(stay), device=stay.device)).nonzero()[:, 0]
         for x in (self.keys, self.values):
@@ -1185,7 +1193,7 @@ def no_waiting():
 def can_use_graph(model, cache) -> bool:
     """A 4D mask of booleans is right for "sdpa" alone; sliding windows and the like keep caches of other kinds."""
     return (model.device.type == "cuda" and not hasattr(model, "no_graph")
-            and model.config._attn_implementation == "sdpa" and takes_position_ids(model)
+            and model.config._attn_implementation == "sdpa" and takes(model, "position_ids")
             and all(isinstance(layer, RoomyLayer) for layer in cache.layers))
 
 
@@ -1292,7 +1300,7 @@ def shift_left(input_ids, attention_mask, width: int):
 
 def can_share_prompts(model) -> bool:
     """Recomputing activations switches the KV cache off; sliding windows and the like keep caches of other kinds."""
-    return (model.config._attn_implementation in ("sdpa", "eager") and takes_position_ids(model)
+    return (model.config._attn_implementation in ("sdpa", "eager") and takes(model, "position_ids")
             and not (model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()))
             and all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers))
 
@@ -1308,7 +1316,7 @@ def read_prompts_once(model, prompts, prompt_of, completions, width: int):
     cache = DynamicCache(config=model.config)
     after_prompt = model.base_model(input_ids=shift_left(prompts.clamp(min=0), real, L), past_key_values=cache,
                                     use_cache=True).last_hidden_state  # [U, L, H]
-    cache.batch_select_indices(prompt_of)
+    cache.reorder_cache(prompt_of)
     length, columns = real.sum(1)[prompt_of], torch.arange(L + T, device=prompts.device)
     hidden = model.base_model(
         input_ids=completions, past_key_values=cache, use_cache=True,
@@ -1384,8 +1392,8 @@ class TargetLogprobs(torch.autograd.Function):
         return out.mul_(factor).scatter_add_(-1, targets[:, None], grad), None, None
 
 
-def takes_position_ids(model) -> bool:
-    return "position_ids" in inspect.signature(type(model).forward).parameters
+def takes(model, name: str) -> bool:
+    return name in inspect.signature(type(model).forward).parameters
 
 
 @torch.no_grad()

@@ -180,7 +180,8 @@ def test_every_rank_gets_the_same_number_of_micro_batches(ranks, blocks):
 
 # ------------------------------------------------------------------------------------------------------ sampling
 
-@pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "Gemma2", "GPT2", "Mistral", "Qwen3"])
+@pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "Gemma2", "GPT2", "Mistral", "Qwen3", "Gemma4Text", "Lfm2",
+                                          "Mamba"])
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 6}])
 def test_greedy_output_is_that_of_generate(architecture, changes):
     if changes and architecture not in ("Gemma2", "Mistral"):
