@@ -372,8 +372,9 @@ def scale_fresh_head(model) -> None:
 
 
 def decoder_layers(model) -> torch.nn.ModuleList:
-    """The stack of transformer layers: the longest ModuleList of the base model."""
-    stacks = (module for module in model.base_model.modules() if isinstance(module, torch.nn.ModuleList))
+    """The stack of transformer layers: the longest ModuleList of the base model, or of its text part."""
+    part = getattr(model.base_model, "language_model", model.base_model)
+    stacks = (module for module in part.modules() if isinstance(module, torch.nn.ModuleList))
     return max(stacks, key=len, default=torch.nn.ModuleList())
 
 
@@ -1203,7 +1204,7 @@ def capture_step(model, cache, mask, column: int) -> GraphStep | None:
         return GraphStep(model, cache, mask, column)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # ValueError: ALiBi made from a mask of two dimensions
         warnings.warn(f"{type(model).__name__}: sampling without a CUDA graph, which is slower: {innermost(error)}")
         model.no_graph = True
         for layer in cache.layers:
@@ -1329,8 +1330,8 @@ def head_logits(model, hidden):
     """[n, H] -> [n, V], float32, with the bias, scale or soft cap that some architectures have."""
     config = model.config.get_text_config()
     logits = model.get_output_embeddings()(hidden).float()
-    if scale := getattr(config, "logit_scale", None):  # Cohere
-        logits = logits * scale
+    if scale := getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None):
+        logits = logits * scale  # Cohere; Falcon-H1
     if scale := getattr(config, "logits_scaling", None):  # Granite
         logits = logits / scale
     if cap := getattr(config, "final_logit_softcapping", None):  # Gemma 2
@@ -1408,7 +1409,9 @@ def head_is_sliceable(model) -> bool:
                             for function in (sliced_logprobs, unsliced_logprobs))
         tolerance = 1e-4 if model.device.type == "cpu" else 0.1  # bfloat16 kernels round by shape
         model.head_is_sliceable = on_all_ranks(torch.allclose(sliced, full, rtol=tolerance, atol=tolerance))
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError) as error:  # RuntimeError: hidden states of another width
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
         model.head_is_sliceable = False
     if not model.head_is_sliceable:
         warnings.warn(f"{type(model).__name__}: its logits are not a plain head on the last hidden states, so "
