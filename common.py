@@ -1302,6 +1302,7 @@ def shift_left(input_ids, attention_mask, width: int):
 def can_share_prompts(model) -> bool:
     """Recomputing activations switches the KV cache off; sliding windows and the like keep caches of other kinds."""
     return (model.config._attn_implementation in ("sdpa", "eager") and takes(model, "position_ids")
+            and not hasattr(model.config, "window_size")  # GPT-Neo's local attention counts columns, padding too
             and not (model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()))
             and all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers))
 

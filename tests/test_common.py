@@ -120,7 +120,8 @@ def test_micro_batches_deal_every_row_once_and_keep_blocks_together(max_tokens):
 
 
 @pytest.mark.parametrize("architecture, can_share", [("Qwen2", True), ("Llama", True), ("GPT2", True), ("Qwen3", True),
-                                                     ("Mistral", False), ("Gemma2", False)])
+                                                     ("Mistral", False), ("Gemma2", False),
+                                                     ("GPTNeo", False)])
 def test_a_prompt_is_read_once_for_all_its_completions(architecture, can_share, monkeypatch):
     """Same log-probs, entropies and gradients as when each row reads its own; sliding windows do read it again."""
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
