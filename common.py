@@ -296,7 +296,8 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
                trust_remote_code: bool = False, **config_changes):
     """A model for training (float32 masters) or a frozen one (on CUDA in bfloat16), sharded over the ranks.
 
-    Dropout is off: the policy that is scored must be the policy that sampled. With several ranks only rank 0 reads
+    In evaluation mode, for dropout and router noise would make the policy that is scored another one than the policy
+    that sampled; `make_optimizer` says what alone trains in training mode. With several ranks only rank 0 reads
     the weights; the others start on the meta device and receive their shards, so that no GPU ever holds the whole
     model in float32. `model.saved_dtype` remembers the checkpoint's own dtype, for `save_model`.
     """
@@ -318,10 +319,7 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
     if cls is AutoModelForSequenceClassification and not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise UserError(f"--model {name}: {type(model).__name__} has no scalar head named score")
     model.saved_dtype = saved_dtype
-    model.train(trainable).requires_grad_(trainable)
-    for module in model.modules():  # in training, PhiMoE draws experts at random, and Mixtral's router may add noise
-        if module is not model and not hasattr(module, "gradient_checkpointing"):
-            module.training = False
+    model.eval().requires_grad_(trainable)
     return shard(model, device)
 
 
@@ -333,7 +331,9 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     config = policy.config.get_text_config()
     if len(tokenizer) > config.vocab_size:
         raise UserError(f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its embedding {config.vocab_size}")
-    context = getattr(config, "max_position_embeddings", None) or math.inf
+    context, rope = getattr(config, "max_position_embeddings", None) or math.inf, getattr(config, "rope_parameters", None)
+    if (rope or {}).get("rope_type") == "longrope":  # a longer row would change the positions of all in its batch
+        context = min(context, rope["original_max_position_embeddings"])
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
@@ -1303,7 +1303,7 @@ def can_share_prompts(model) -> bool:
     """Recomputing activations switches the KV cache off; sliding windows and the like keep caches of other kinds."""
     return (model.config._attn_implementation in ("sdpa", "eager") and takes(model, "position_ids")
             and not hasattr(model.config, "window_size")  # GPT-Neo's local attention counts columns, padding too
-            and not (model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()))
+            and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
             and all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers))
 
 
@@ -2041,6 +2041,8 @@ def make_optimizer(model, cfg, betas=(0.9, 0.999)):
     if cfg.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
+        for module in model.modules():  # layers recompute in training mode only
+            module.training = hasattr(module, "gradient_checkpointing")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=cfg.lr, betas=betas, weight_decay=0.0, fused=True)
     updates = cfg.steps * getattr(cfg, "minibatches", 1) * getattr(cfg, "updates_per_batch", 1)

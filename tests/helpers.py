@@ -32,6 +32,9 @@ def random_model(architecture: str, seed: int = 0, **changes):
         sizes = dict(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]])
     if architecture == "Lfm2":
         sizes["layer_types"] = ["conv", "full_attention"]
+    if architecture == "Qwen3_5Text":
+        sizes.update(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, head_dim=8,
+                     linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)
     if architecture == "Mamba":
         sizes = dict(hidden_size=32, num_hidden_layers=2, time_step_rank=2)
     if architecture == "Gemma4Text":

@@ -2,6 +2,7 @@
 import gzip
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ import torch
 import common
 from helpers import random_model
 
-ARCHITECTURES = ["Qwen2", "Llama", "Gemma2", "GPT2", "Mistral", "Cohere", "Granite", "Phi", "GPTNeoX", "Qwen3"]
+ARCHITECTURES = ["Qwen2", "Llama", "Gemma2", "GPT2", "Mistral", "Cohere", "Granite", "Phi", "GPTNeoX", "Qwen3",
+                 "Qwen3_5Text"]
 PROMPTS = ["12+34=?", "7+8=?", "1"]  # three lengths: two of them are left-padded
 
 
@@ -120,8 +122,7 @@ def test_micro_batches_deal_every_row_once_and_keep_blocks_together(max_tokens):
 
 
 @pytest.mark.parametrize("architecture, can_share", [("Qwen2", True), ("Llama", True), ("GPT2", True), ("Qwen3", True),
-                                                     ("Mistral", False), ("Gemma2", False),
-                                                     ("GPTNeo", False)])
+                                                     ("Mistral", False), ("Gemma2", False), ("GPTNeo", False)])
 def test_a_prompt_is_read_once_for_all_its_completions(architecture, can_share, monkeypatch):
     """Same log-probs, entropies and gradients as when each row reads its own; sliding windows do read it again."""
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
@@ -182,7 +183,7 @@ def test_every_rank_gets_the_same_number_of_micro_batches(ranks, blocks):
 # ------------------------------------------------------------------------------------------------------ sampling
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "Gemma2", "GPT2", "Mistral", "Qwen3", "Gemma4Text", "Lfm2",
-                                          "Mamba"])
+                                          "Mamba", "Qwen3_5Text"])
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 6}])
 def test_greedy_output_is_that_of_generate(architecture, changes):
     if changes and architecture not in ("Gemma2", "Mistral"):
@@ -325,7 +326,7 @@ def test_dropout_is_off_and_the_dtype_is_kept(tmp_path):
     model, tokenizer = random_model("GPT2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     policy = common.load_model(str(tmp_path), torch.device("cpu"))
-    assert policy.training and policy.dtype == torch.float32
+    assert not policy.training and policy.dtype == torch.float32
     arguments = (*batch_of_three(tokenizer)[:2], 8)
     assert torch.equal(common.token_logprobs(policy, *arguments)[0], common.token_logprobs(policy, *arguments)[0])
     common.save_model(policy, tokenizer, tmp_path / "saved")
@@ -338,9 +339,22 @@ def test_the_experts_of_a_policy_that_trains_are_those_that_sampled(architecture
     model, tokenizer = random_model(architecture, num_local_experts=4, router_jitter_noise=0.3)
     model.save_pretrained(tmp_path)
     policy, arguments = common.load_model(str(tmp_path), torch.device("cpu")), (*batch_of_three(tokenizer)[:2], 8)
+    cfg = SimpleNamespace(freeze_layers=0, gradient_checkpointing=True, lr=1e-4, steps=1, lr_schedule="constant",
+                          warmup_steps=0)
+    common.make_optimizer(policy, cfg)
     common.sample(policy, tokenizer, PROMPTS, 2, 4)
-    assert policy.training
+    assert common.decoder_layers(policy)[0].training
     torch.testing.assert_close(common.token_logprobs(policy, *arguments)[0], common.token_logprobs(model, *arguments)[0])
+
+
+def test_no_row_may_pass_the_length_at_which_longrope_changes_the_positions_of_its_whole_batch(tmp_path):
+    """Phi-3 and Phi-4-mini have two sets of rotary factors; transformers picks one by the longest row."""
+    rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    model, tokenizer = random_model("Phi3", original_max_position_embeddings=16, rope_scaling=rope)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    cfg = SimpleNamespace(model=str(tmp_path), data="arithmetic", trust_remote_code=False)
+    assert common.load_policy(cfg, torch.device("cpu"))[1].model_max_length == 16
 
 
 def test_a_tokenizer_without_pad_token_gets_eos(tmp_path):
