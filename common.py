@@ -1720,12 +1720,13 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [
     (r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|[<>!]=|[$%~;]|[^\x00-\x7f]", lambda way: _SPELLINGS.get(way[0].strip(), way[0])),
     (r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?", ""), (r"\\text\s*\{(?:\{([^{}]*)\}|([^{}]*))\}", r" \1\2 "),
     (r"(?<=\d)\s*\^?\s*(?:\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)\b)", " "),  # 12th
-    (r"^ ?[(\[][A-E][)\]] +(?!(?:and|or)\b|,)(?=\S)", ""),  # (B) 12: an option's letter
+    (r"^ ?[(\[]([A-E])[)\]] +(?!(?:and|or)\b|,)(?=\S)", r"\1⊢"),  # (B) 12: an option's letter
     (r"(?<=\d)\s*(thousand|million|billion)\b", lambda word: f"*10^{_ZEROS[word[1]]}"),
     (r"(?<=\{)\s+|\s+(?=\})", ""), (r"\s*\{,\}\s*", ","),
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["), (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),  # matrices
     (r"\{([^{}]+)\\choose([^{}]+)\}", r"\\binom{\1}{\2}"), (r"\\\\(?:\[\d+\w+\])?", "],["), (r"&", ","),
     (r"\\(frac|binom|sqrt|log_)\s*(\w)", r"\\\1{\2}"),  # \frac12
+    (r"\\(d*dot|hat|bar|vec)\{(\w)\}", r"\\\1\2 "),
     (r"(\\(?:frac|binom)\{[^{}]*\})\s*(\w)", r"\1{\2}"), (r"\(([A-Z])\)", r"\1"), (r"(?<!log)_\{(\w+)\}", r"_\1"),
     (r"(?<![\w.^)}])(\d+)\s*(?:\\frac\{(\d+)\}\{(\d+)\}|\s(\d+)/(\d+))", r"(\1+\2\4/\3\5)"),  # 2 1/2
     (r"(\d+)\.(\d*)\\overline\{(\d+)\}", lambda d: f"({d[1]}.{d[2]}0+{d[3]}/(10^{len(d[2])}*(10^{len(d[3])}-1)))"),
@@ -1759,6 +1760,9 @@ def _same(a: str, b: str, depth: int = 0) -> bool:
         return False
     if _SPACES.sub("", a) == _SPACES.sub("", b):
         return True
+    for option, other in (a, b), (b, a):
+        if option[1:2] == "⊢":
+            return option[0] == other or _same(option[2:], other, depth)
     if b[0] in "([":  # 1 < x ≤ 2 and (1,2]
         a = _as_interval(a)
     elif a[0] in "([":
@@ -1911,7 +1915,8 @@ _CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf, "infinity"
 _OF_TWO = {"frac": _divide, "binom": lambda n, k: math.comb(n, k) if n < 200 else math.nan}
 _FUNCTIONS = {
     "sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "log": cmath.log10, "exp": cmath.exp,
-    "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan, "sec": lambda x: 1 / cmath.cos(x),
+    "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan, "sinh": cmath.sinh, "cosh": cmath.cosh,
+    "tanh": cmath.tanh, "sec": lambda x: 1 / cmath.cos(x),
     "csc": lambda x: 1 / cmath.sin(x), "cot": lambda x: 1 / cmath.tan(x)}
 _WORDS = {*_FUNCTIONS, *_CONSTANTS, *_OF_TWO, "sqrt"}
 
