@@ -328,16 +328,23 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     name = build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model
     tokenizer = load_tokenizer(name, cfg.trust_remote_code)
     policy = load_model(name, device, cls=cls, trust_remote_code=cfg.trust_remote_code, **config_changes)
-    config = policy.config.get_text_config()
-    if len(tokenizer) > config.vocab_size:
-        raise UserError(f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its embedding {config.vocab_size}")
-    context, rope = getattr(config, "max_position_embeddings", None) or math.inf, getattr(config, "rope_parameters", None)
-    if (rope or {}).get("rope_type") == "longrope":  # a longer row would change the positions of all in its batch
-        context = min(context, rope["original_max_position_embeddings"])
+    vocabulary, context = policy.config.get_text_config().vocab_size, context_length(policy)
+    if len(tokenizer) > vocabulary:
+        raise UserError(f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its embedding {vocabulary}")
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
     return policy, tokenizer
+
+
+def context_length(model) -> float:
+    """How many positions a row may have. With "longrope" (Phi-3) those of the short factors: past them, one row would
+    change the positions of all in its batch."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or math.inf
 
 
 def load_reference(cfg, device: torch.device):
@@ -1557,7 +1564,6 @@ def load_reward_model(cfg):
     if model.config.num_labels != 1:
         raise UserError(f"--reward {cfg.reward}: want a sequence classifier with one label, as reward_model.py saves")
     shift = getattr(model.config, "reward_shift", 0.0)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     tokenizer = load_tokenizer(build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model, cfg.trust_remote_code)
     same_tokens = tokenizer.get_vocab() == own.get_vocab()
 
@@ -1566,7 +1572,7 @@ def load_reward_model(cfg):
         shape = (len(problems), len(rollout.completions) // len(problems))
         rows_of = [problem for problem in problems for _ in range(shape[1])]  # [N]
         batch = rollout if same_tokens else retokenize(rows_of, rollout, own, cfg.system_prompt)
-        if (longest := int(batch.attention_mask.sum(1).max())) > context:
+        if (longest := int(batch.attention_mask.sum(1).max())) > (context := context_length(model)):
             raise UserError(f"--reward {cfg.reward}: its context is {context} tokens, a sequence has {longest}")
         rewards = torch.zeros(len(rows_of), device=device)
         for rows, input_ids, attention_mask, T in micro_batches(batch, range(len(rows_of)), cfg.micro_batch_tokens):
