@@ -147,6 +147,9 @@ def parse_config(Config, args: list[str]):
         names = [f"--{field.name}" for field in dataclasses.fields(Config)]
         nearest = difflib.get_close_matches(unknown[0].split("=")[0], names, n=1, cutoff=0.5)
         raise UserError(f"unknown flag {unknown[0]}" + (f", did you mean {nearest[0]}?" if nearest else ""))
+    for name, value in vars(cfg).items():
+        if isinstance(value, str) and value.startswith("~/"):  # no shell has read a YAML file, or --model=~/x
+            setattr(cfg, name, os.path.expanduser(value))
     for name, (low, high) in LIMITS.items():
         value = getattr(cfg, name, low)
         if not low <= value <= high:  # also catches NaN
@@ -262,7 +265,7 @@ def on_main_rank_first(work):
 
 def load_tokenizer(name: str, trust_remote_code: bool = False):
     """The tokenizer of a directory or hub id, with a pad token (EOS where it has none: masks come from positions)."""
-    if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
+    if name.startswith(("/", ".")) and not os.path.isdir(name):
         raise UserError(f"--model {name}: no such directory")
     with one_line_errors(f"--model {name}: no tokenizer there"):
         # Where a directory brings a generic tokenizer, its tokenizer.json is the truth. AutoTokenizer would put that of

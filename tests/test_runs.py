@@ -152,9 +152,9 @@ def test_tokenizer_and_model_that_do_not_fit(fails, tmp_path):
 
 def test_flags_from_a_file_and_help(tmp_path, capsys):
     import grpo
-    path = write(tmp_path / "flags.yaml", "steps: 7\nlr: 1.0e-3\ndivide_by_std: false\n")
+    path = write(tmp_path / "flags.yaml", "steps: 7\nlr: 1.0e-3\ndivide_by_std: false\nmodel: ~/m\n")
     cfg = common.parse_config(grpo.Config, [str(path), "--steps", "9"])
-    assert (cfg.steps, cfg.lr, cfg.divide_by_std) == (9, 1e-3, False)
+    assert (cfg.steps, cfg.lr, cfg.divide_by_std, cfg.model) == (9, 1e-3, False, str(Path.home() / "m"))
     with pytest.raises(SystemExit):
         common.parse_config(grpo.Config, ["--help"])
     assert "--micro_batch_tokens" in capsys.readouterr().out
