@@ -1642,10 +1642,12 @@ def load_reward_function(spec: str):
 
 LONGEST_COMPLETION, LONGEST_ANSWER, LONGEST_LIST, DEEPEST, MOST_BITS = 20_000, 400, 20, 30, 8_000
 
-_LINE = re.compile(r"^[ \t]*(?:####|(\*\*|#+ )?(?:A:|(?i:(?:final )?answer)\**[ \t]*(?::\**(?(1)\s*)|\n\s*)))"
-                   r"[ \t]*(?:(?:\\\[|\$\$)[ \t]*\n\s*)?(?P<answer>\S.*)", re.M)
+_LINE = re.compile(  # under a heading the answer may stand on the next line, if that does not begin a sentence
+    r"^[ \t]*(?:(#+ (?:\*\*)?|\*\*)?(?:A:\*{0,2}|(?i:(?:final )?answer)\**[ \t]*(?::\*{0,2}(?(1)(?:\s*\n[ \t]*"
+    r"(?![A-Z][\w']* [a-z]))?)|\n(?:\s*\n)?[ \t]*(?![A-Z][\w']* [a-z])))|####)"
+    r"[ \t]*(?:(?:\\\[|\$\$)[ \t]*\n\s*)?(?P<answer>\**[^\s*].*)", re.M)
 _BRACE = re.compile(r"\\f?box(?:ed)?(?:(?P<box>\s*{)|[ \t]+(?P<bare>[^\s\\${}]+))|(?P<open>{)|(?P<close>})|\\.", re.S)
-_BOLD = re.compile(r"(?<![\w)}])\*\*|\*\*(?![\w(\\{-])")  # not x**2
+_BOLD = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])")  # not x**2
 _AROUND_AND = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")
 _PHRASE = re.compile(r"^.*answer(?: is|:| =)(?: (?:equal to|therefore|thus|simply))?:?\**\s*(?=\S)"
                      r"(.*?)(?=$|[.!](?:[\s*]|$)|,? (?:because|since|so) )", re.I | re.M)
@@ -1722,25 +1724,26 @@ _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currenc
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, ])\d{3})(?:\1\d{3})*(?![\d,/])")
-_ZEROS = {"thousand": 3, "million": 6, "billion": 9}
+_ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [
-    (_BOLD, ""),  # next: \sqrt{2} \approx 1.414, but not x \approx 1.414
-    (r"^(?!\D*(?:[(_]\d+\)?)?\s*(?:\\approx|≈))(.*?)(?:\\approx|≈).*", r"\1"),
+    (_BOLD, ""),
+    (r"^((?:.*=)?(?:[^a-zA-Z\\=,≈]|\\(?:[dt]?frac|sqrt|pi|times|cdot|left|right|text\{[^{}]*\}|[^a-zA-Z]))*?(?:\d|\\pi)"
+     r"[^a-zA-Z=,≈]*?)(?:\\approx|≈)[^,≈]*$", r"\1"),  # x = \sqrt{2} \approx 1.414, but not x_1 \approx 1.414
     (r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|[<>!]=|[$%~;]|[^\x00-\x7f]", lambda way: _SPELLINGS.get(way[0].strip(), way[0])),
     (r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?", ""), (r"\\text\s*\{(?:\{([^{}]*)\}|([^{}]*))\}", r" \1\2 "),
     (r"(?<=\d)\s*\^?\s*(?:\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)\b)", " "),  # 12th
-    (r"^ ?[(\[]([A-E])[)\]] +(?!(?:and|or)\b|,)(?=\S)", r"\1⊢"),  # (B) 12: an option's letter
-    (r"(?<=\d)\s*(thousand|million|billion)\b", lambda word: f"*10^{_ZEROS[word[1]]}"),
+    (r"^ ?[(\[][A-E][)\]] +(?![,&/]|(?:and|or)\b|.*[(\[][A-E][)\]])(?=\S)", ""),  # (B) 12: an option's letter
+    (r"(?i)(?<=[\d}])\s*(hundred|thousand|(?:m|b|tr)illion)s?\b", lambda word: f"*10^{_ZEROS[word[1].lower()]}"),
     (r"(?<=\{)\s+|\s+(?=\})", ""), (r"\s*\{,\}\s*", ","),
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["), (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),  # matrices
     (r"\{([^{}]+)\\choose([^{}]+)\}", r"\\binom{\1}{\2}"), (r"\\\\(?:\[\d+\w+\])?", "],["), (r"&", ","),
     (r"\\(frac|binom|sqrt|log_)\s*(\w)", r"\\\1{\2}"),  # \frac12
-    (r"\\(d*dot|hat|bar|vec)\{(\w)\}", r"\\\1\2 "),
+    (r"\\(d*dot|hat|bar|vec)(?:\s*\{\s*\\?(\w+)\}|\s*\\(\w+)|\s+(\w))", r"\\\1\2\3\4 "),  # one letter each
     (r"(\\(?:frac|binom)\{[^{}]*\})\s*(\w)", r"\1{\2}"), (r"\(([A-Z])\)", r"\1"), (r"(?<!log)_\{(\w+)\}", r"_\1"),
     (r"(?<![\w.^)}])(\d+)\s*(?:\\frac\{(\d+)\}\{(\d+)\}|\s(\d+)/(\d+))", r"(\1+\2\4/\3\5)"),  # 2 1/2
     (r"(\d+)\.(\d*)\\overline\{(\d+)\}", lambda d: f"({d[1]}.{d[2]}0+{d[3]}/(10^{len(d[2])}*(10^{len(d[3])}-1)))"),
     (r"(?:,\s*)?\b(?:and|or)\b", ","), (r"(?<=\d)\s*x\s*(?=10\^)", "*"), (r"^\s*\\?\w+\s*∈", ""), (r"\s+", " "),
-    (r"^‹\s?\w+\s?[|:](.*[<>≤≥].*)›$", r"\1"),  # {x | x > 1}
+    (r"^ ?‹\s?\\?\w+\s?[|:](.*[<>≤≥].*)›[ .]*$", r"\1"),  # {x | x > 1}
     (r"^[^(\[‹]+", lambda head: _THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), head[0]))]]  # not (1,234)
 _NUMBER = re.compile(r"-?(?:\d+/\d+|\d*\.?\d+)", re.ASCII)
 
@@ -1753,12 +1756,13 @@ def _clean(text: str) -> str:
     for pattern, ours in _REWRITES:
         if pattern.search(text):
             text = pattern.sub(ours, text)
-    return unicodedata.normalize("NFKC", text).strip(" *_").rstrip(" .,:\\")
+    return unicodedata.normalize("NFKC", text).strip(" *_^").rstrip(" .,:\\")
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
 _RELATION = re.compile(r"\s*([=<>≤≥≠])\s*")
 _MIRRORED = str.maketrans(">≥", "<≤")
+_LETTER = re.compile(r"\\?[^\W\d_]+(?:_\w+)? ?")
 
 
 def _same(a: str, b: str, depth: int = 0) -> bool:
@@ -1769,9 +1773,6 @@ def _same(a: str, b: str, depth: int = 0) -> bool:
         return False
     if _SPACES.sub("", a) == _SPACES.sub("", b):
         return True
-    for option, other in (a, b), (b, a):
-        if option[1:2] == "⊢":
-            return option[0] == other or _same(option[2:], other, depth)
     if b[0] in "([":  # 1 < x ≤ 2 and (1,2]
         a = _as_interval(a)
     elif a[0] in "([":
@@ -1830,13 +1831,13 @@ def _split(text: str, separator: str) -> list[str]:
 
 def _as_interval(text: str) -> str:
     """"1 < x ≤ 2" -> "(1,2]" and "x ≥ 1" -> "[1,\\infty)"; anything else stays as it is."""
-    found, is_letter = _RELATION.split(text), re.compile(r"\\?[^\W\d_]+(?:_\w+)? ?").fullmatch
+    found = _RELATION.split(text)
     if found[1:2] and found[1] in ">≥":  # 2 > x > 1
         found = [part.translate(_MIRRORED) for part in found[::-1]]
     low, under, letter, over, high = (
-        found if len(found) == 5 else ["-\\infty", "<", *found] if len(found) == 3 and is_letter(found[0]) else
+        found if len(found) == 5 else ["-\\infty", "<", *found] if len(found) == 3 and _LETTER.fullmatch(found[0]) else
         [*found, "<", "\\infty"] if len(found) == 3 else [""] * 5)
-    if not is_letter(letter) or not {under, over} <= {"<", "≤"}:
+    if not _LETTER.fullmatch(letter) or not {under, over} <= {"<", "≤"}:
         return text
     return f"{'(['[under == '≤']}{low},{high}{')]'[over == '≤']}"
 
@@ -1871,16 +1872,17 @@ _UNIT = re.compile(
 
 
 def _same_scalar(a: str, b: str) -> bool:
-    whole, ((a, a_unit), (b, b_unit)) = (a, b), (_split_unit(a), _split_unit(b))
+    whole = a, b
+    (a, a_unit), (b, b_unit) = _split_unit(a), _split_unit(b)
     short, long = sorted((a_unit, b_unit), key=len)
     if not short and len(long) == 1 and all(long in text.lower() for text in whole):
-        a, b = whole  # 5m/2 and \frac52 m: a letter, no unit
+        a, b = whole  # \frac{5m}{2} and \frac52 m: a letter, no unit
     letters = iter(long)  # cm is short for centimeter, but cm2 is not
     if short and (short[0] != long[0] or short.isalpha() != long.isalpha() or not all(x in letters for x in short)):
         return False
     words = re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{2}", a)
-    if re.fullmatch(r"\d+ \d+_\d+", " ".join(sorted((a, b)))):  # 4210 for 4210_5: the question names the base
-        return min(a, b) == max(a, b).partition("_")[0]
+    if re.fullmatch(r"(\d+) \1_\d+", " ".join(sorted((a, b)))):  # 4210 for 4210_5: the question names the base
+        return True
     values = _values(a), _values(b)
     return bool(words) and a.lower() == b.lower() or None not in values and all(map(_close, *values))
 
@@ -1889,8 +1891,11 @@ def _split_unit(text: str) -> tuple[str, str]:
     """"18 apples" -> ("18", "apple")."""
     found = _UNIT.search(text)
     number = text[:found.start()] if found else ""
-    if not re.search(r"\d|\\pi", number) or len(found[1]) == 1 and re.search(r"\S[+-]|(?<![\\a-zA-Z])[a-zA-Z]", number):
-        return text, ""  # no number, or m is a letter of a formula
+    if not re.search(r"\d|\\pi", number) or number.count("{") != number.count("}"):
+        return text, ""
+    letters = r"(?<![\\a-zA-Z])(?!sqrt|pi|(?<=\d)e)[a-zA-Z]" + r"|[\w)}] ?[+-]" * (found[0] == found[1])
+    if len(found[1]) == 1 and re.search(letters, number):  # x + 3 m, 2+3m: a letter of the formula
+        return text, ""
     unit = re.sub(r"\bsquare (\w+)", r"\1^2", re.sub(r"\bcubic (\w+)", r"\1^3", found[1]))
     return number.strip(), re.sub(r"[\s(){}.^]", "", unit).lower().rstrip("s")
 
@@ -1977,7 +1982,7 @@ def _values(text: str) -> list | None:
         elif token in _FUNCTIONS:
             base, exponent = (tokens.pop() and atom() if tokens[-1] == mark else 1 for mark in "_^")
             bracketed = tokens[-1] in _CLOSING
-            value = atom() if tokens[-1] in "([{" else read(2)  # \sin(x)^2 is the square of a sine
+            value = atom() if tokens[-1] in "([" else read(2)  # \sin(x)^2 is the square of a sine
             while not bracketed and tokens[-1][-1].isalpha() and tokens[-1] not in _FUNCTIONS:
                 value = value * read(2)  # \cos 2x
             value = (_FUNCTIONS[token](complex(value)) / (1 if base == 1 else cmath.log10(base))) ** exponent
