@@ -412,6 +412,8 @@ def shard(model, device: torch.device):
         set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
         for buffer in model.buffers():  # not in the state dict: rotary frequencies and the like
             dist.broadcast(buffer, 0)
+        # It says what ends a completion, and comes with the weights.
+        model.generation_config = gather_in_order([getattr(model, "generation_config", None)])[0]
     return model
 
 

@@ -382,6 +382,8 @@ def in_two_processes(tmp_path_factory, small):
     """in_two_processes(script) -> the directory of its run of two steps; all of them in one job, to import only once."""
     folder = tmp_path_factory.mktemp("two")
     runs = [[*map(str, small(script)), "--steps", "2", "--output_dir", str(folder / script)] for script in SCRIPTS]
+    shutil.copytree(common.build_tiny_model("arithmetic"), folder / "tiny")
+    write(folder / "tiny" / "generation_config.json", '{"eos_token_id": [1, 2]}')  # chat models have two ends
     job = write(folder / "job.py", f"""
 import importlib, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -390,9 +392,10 @@ for script, *flags in {runs!r}:
     module = importlib.import_module(script.removesuffix(".py"))
     sys.argv = [script, *flags]
     module.main(common.parse_config(module.Config, flags))
-directory = common.build_tiny_model("arithmetic")
+directory = {str(folder / "tiny")!r}
 tokenizer = common.load_tokenizer(directory)
 model = common.load_model(directory, common.setup_device())
+assert common.eos_ids(model, tokenizer) == [tokenizer.eos_token_id, 2], model.generation_config  # on every rank
 rollout = common.sample(model, tokenizer, ["12+34=?"], 1, 8, greedy=True)  # fewer rows than ranks
 assert rollout.completions[0].startswith("<think>2+4=6"), rollout.completions
 sys.argv = ["job"]
