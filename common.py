@@ -382,10 +382,14 @@ def scale_fresh_head(model) -> None:
 
 
 def decoder_layers(model) -> torch.nn.ModuleList:
-    """The stack of transformer layers: the longest ModuleList of the base model, or of its text part."""
+    """The stack of transformer layers: the longest ModuleList of the base model, or of its text part.
+
+    Lists inside of others are none: a layer may have more experts than the model has layers.
+    """
     part = getattr(model.base_model, "language_model", model.base_model)
-    stacks = (module for module in part.modules() if isinstance(module, torch.nn.ModuleList))
-    return max(stacks, key=len, default=torch.nn.ModuleList())
+    stacks = [module for module in part.modules() if isinstance(module, torch.nn.ModuleList)]
+    inner = {module for stack in stacks for layer in stack for module in layer.modules()}
+    return max((stack for stack in stacks if stack not in inner), key=len, default=torch.nn.ModuleList())
 
 
 def shard(model, device: torch.device):

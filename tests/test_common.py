@@ -500,3 +500,9 @@ def test_meter_weights_its_means():
 def test_masked_mean_ignores_what_is_masked():
     assert common.masked_mean(torch.tensor([1.0, 3.0, math.nan]), torch.tensor([True, True, False])) == 2.0
     assert common.masked_mean(torch.tensor([math.nan]), torch.tensor([False])) == 0.0
+
+
+def test_a_list_of_experts_is_not_taken_for_the_layers():
+    model, _ = random_model("Qwen2")
+    model.model.layers[0].mlp = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(5))
+    assert common.decoder_layers(model) is model.model.layers
