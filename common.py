@@ -403,7 +403,10 @@ def shard(model, device: torch.device):
         return model.to(device)
     weights = model.state_dict() if rank() == 0 else {}
     compute_dtype = torch.bfloat16 if device.type == "cuda" else None  # None: that of the shard
-    for module in [*decoder_layers(model), model]:
+    layers = decoder_layers(model)
+    uses = collections.Counter(parameter for layer in layers for parameter in layer.parameters())
+    own = [layer for layer in layers if all(uses[parameter] == 1 for parameter in layer.parameters())]
+    for module in [*own, model]:  # the root keeps layers that share parameters (Zamba)
         fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
                     reshard_after_forward=frozen or module is not model)  # the backward pass begins with the root
         if world_size() > 1:
