@@ -2298,7 +2298,9 @@ class Run:
         temporary = final.with_name("unfinished")
         # Before its first update an optimizer has no state, and its model is as it was loaded. (get_state_dict would
         # make a state by a step at rate 0, which AdamW counts.)
-        stepped = [name for name, (_, optimizer, _) in self.trained.items() if optimizer.state]
+        # Nor has a parameter that no gradient reached: the image tower of a model that reads text here.
+        stepped = {name: [parameter in optimizer.state for parameter in optimizer.param_groups[0]["params"]]
+                   for name, (_, optimizer, _) in self.trained.items() if optimizer.state}
         kind, keys, *rest = np.random.get_state()  # keys is an array, which weights_only=True would not load
         state = {"next_step": self.next_step, "position": self.data.position, "bad_steps": self.bad_steps,
                  "extra": self.extra, "stepped": stepped,
@@ -2334,11 +2336,17 @@ class Run:
         try:
             state = torch.load(path / "state.pt", weights_only=True)
             if state["stepped"]:
+                for name, stepped in state["stepped"].items():
+                    optimizer = self.trained[name][1]
+                    for parameter, had_state in zip(optimizer.param_groups[0]["params"], stepped, strict=True):
+                        parameter.grad = torch.zeros_like(parameter) if had_state else None
+                    optimizer.step()  # makes the state of those alone, for dcp.load to fill
+                    optimizer.zero_grad()
                 tensors = self.tensors(state["stepped"])
                 dcp.load(tensors, checkpoint_id=path)
                 for name, saved in tensors.items():
                     set_state_dict(*self.trained[name][:2], model_state_dict=saved["model"],
-                                   optim_state_dict=saved["optimizer"])
+                                   optim_state_dict=saved["optimizer"], options=StateDictOptions(strict=False))
             for name, (_, _, schedule) in self.trained.items():
                 schedule.load_state_dict(state["schedules"][name])
             self.next_step, self.data.position = state["next_step"], state["position"]
@@ -2346,7 +2354,8 @@ class Run:
             random.setstate(state["random"]["python"])
             np.random.set_state(state["random"]["numpy"])
             torch.set_rng_state(state["random"]["torch"])
-        except Exception as error:  # damaged files raise anything, from EOFError to UnpicklingError
+        # damaged files raise anything, from EOFError to UnpicklingError; and CheckpointException is no Exception
+        except (Exception, dcp.api.CheckpointException) as error:
             raise UserError(f"--resume: {path} is damaged or of another model: {innermost(error)}") from error
         if self.next_step > self.cfg.steps + 1:  # at + 1 it may have been killed while it wrote model/
             raise UserError(f"--resume: {self.directory} has done {self.next_step - 1} steps, more than --steps")

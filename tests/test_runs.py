@@ -328,6 +328,37 @@ def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp
         assert torch.allclose(model.weight, torch.full((1, 2), 0.9))
 
 
+def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
+    """The image tower of Gemma 3, say: AdamW has no state for it."""
+    import grpo
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+
+    def begin(resume):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleDict({"read": torch.nn.Linear(2, 1), "idle": torch.nn.Linear(2, 1)})
+        run = common.Run(grpo.Config(output_dir=str(tmp_path / "run"), resume=resume))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        run.start(common.Shuffled([1, 2], 0), policy=(model, optimizer, schedule))
+
+        def step(x):
+            model["read"](torch.tensor([x, 1.0])).sum().backward()
+            run.optimizer_step(model, optimizer, schedule, torch.tensor(0.0))
+            return [p.detach().clone() for p in optimizer.state], [p.detach().clone() for p in model.parameters()]
+        return run, step
+
+    run, step = begin(resume=False)
+    step(1.0)
+    run.next_step = 1
+    run.save_checkpoint()
+    whole, resumed = step(-2.0), begin(resume=True)[1](-2.0)
+    assert len(whole[0]) == len(resumed[0]) == 2 and all(map(torch.equal, whole[1], resumed[1]))
+    for file in (tmp_path / "run").glob("checkpoint/*/*.distcp"):
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(common.UserError, match="is damaged"):
+        begin(resume=True)
+
+
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch, whole_run):
     """The write fails half-way: the checkpoint that was there is still there, and the message says so."""
     directory = tmp_path / "run"
