@@ -2068,7 +2068,8 @@ def make_optimizer(model, cfg, betas=(0.9, 0.999)):
         layer.requires_grad_(False)
     if cfg.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        with one_line_errors("--gradient_checkpointing"):  # a few old architectures have none
+            enable({"use_reentrant": False})
         for module in model.modules():  # layers recompute in training mode only
             module.training = hasattr(module, "gradient_checkpointing")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
