@@ -3,6 +3,8 @@ import contextlib
 import importlib
 import io
 import json
+import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -72,6 +74,23 @@ def run_script(script: str, *flags, processes: int = 0, timeout: float = 240) ->
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return subprocess.CompletedProcess(command, code, "", errors.getvalue())
+
+
+def fork_script(errors, script: str, *flags):
+    """A process that runs `python SCRIPT flags`, its stderr in the file `errors`. It is forked off one that has
+    imported torch and transformers already, which saves four seconds each time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["common"])
+    process = context.Process(target=run_forked, args=(str(errors), script, *map(str, flags)))
+    process.start()
+    return process
+
+
+def run_forked(errors, script, *flags):
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    sys.argv = [script, *flags]
+    module = importlib.import_module(script.removesuffix(".py"))
+    common.launch(module.main, module.Config)
 
 
 def read_metrics(directory) -> list[dict]:

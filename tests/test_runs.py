@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import common
-from helpers import ROOT, random_model, read_metrics, run_script
+from helpers import ROOT, fork_script, random_model, read_metrics, run_script
 
 SCRIPTS = ["grpo", "dapo", "dr_grpo", "ppo", "dpo", "dpo --on_policy", "reward_model"]
 
@@ -211,11 +211,13 @@ def test_killed_at_random_and_resumed_the_end_is_bit_equal(script, small, whole_
     log, command = out / "metrics.jsonl", [*small(script), "--output_dir", out]
     for resume in ([], ["--resume"]):
         written = log.stat().st_mtime_ns if resume else 0
-        process = start_script(*command, *resume)
-        wait_for(lambda: log.exists() and log.stat().st_mtime_ns > written, process)
+        process = fork_script(tmp_path / "stderr", *command, *resume)
+        while not (log.exists() and log.stat().st_mtime_ns > written):
+            assert process.is_alive(), (tmp_path / "stderr").read_text()
+            time.sleep(0.01)
         time.sleep(draw.uniform(0.0, 1.0))
         process.kill()
-        process.wait()
+        process.join()
     done = run_script(*command, "--resume")
     assert done.returncode == 0, done.stderr
     assert_same_outcome(whole_run(script), out)
