@@ -1673,7 +1673,7 @@ def extract_answer(text) -> str | None:
         text = answer = marked
     if phrases := _PHRASE.findall(text):  # perhaps "Answer: The final answer is $18$. I hope it is correct."
         answer = phrases[-1].strip()
-    return _BOLD.sub("", answer) or None if answer else None
+    return _BOLD.sub("", answer or "") or None
 
 
 def _last_marked(text: str) -> str | None:
