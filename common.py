@@ -187,7 +187,7 @@ def memory_advice(error: BaseException) -> str:
                         "--max_new_tokens",
               "optimizer_step": "in the optimizer step: use more GPUs, or start again with --freeze_layers"}
     return next((advice for name, advice in phases.items() if name in functions),
-                "in a forward or backward pass: --resume with a lower --micro_batch_tokens, or --gradient_checkpointing")
+                "in a forward or backward pass: --resume with a lower --micro_batch_tokens or --gradient_checkpointing")
 
 
 # --------------------------------------------------------------------------------------------------- processes
@@ -299,10 +299,10 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
                trust_remote_code: bool = False, **config_changes):
     """A model for training (float32 masters) or a frozen one (on CUDA in bfloat16), sharded over the ranks.
 
-    In evaluation mode, for dropout and router noise would make the policy that is scored another one than the policy
-    that sampled; `make_optimizer` says what alone trains in training mode. With several ranks only rank 0 reads
-    the weights; the others start on the meta device and receive their shards, so that no GPU ever holds the whole
-    model in float32. `model.saved_dtype` remembers the checkpoint's own dtype, for `save_model`.
+    In evaluation mode: with dropout or router noise the policy that is scored would not be the policy that sampled.
+    (Only layers that recompute their activations train in training mode: `make_optimizer`.) With several ranks only
+    rank 0 reads the weights; the others start on the meta device and receive their shards, so that no GPU ever holds
+    the whole model in float32. `model.saved_dtype` remembers the checkpoint's own dtype, for `save_model`.
     """
     with one_line_errors(f"--model {name}: not a model that transformers can load"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **config_changes)
@@ -1728,8 +1728,8 @@ _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currenc
     "=": r"\approx ≈", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
     "≠": r"\ne \neq !=", "∪": r"\cup", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
     ":": r"\colon", "|": r"\vert \lvert \rvert \mid", "^2": "²", "^3": "³", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
-    "\\emptyset": r"\varnothing ∅", " or ": r"\lor \vee", " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼", " 3/4": "¾",
-    "\\frac": r"\dfrac \tfrac \cfrac", "\\binom": r"\dbinom \tbinom",
+    "\\emptyset": r"\varnothing ∅", " or ": r"\lor \vee", " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼",
+    " 3/4": "¾", "\\frac": r"\dfrac \tfrac \cfrac", "\\binom": r"\dbinom \tbinom",
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, ])\d{3})(?:\1\d{3})*(?![\d,/])")
