@@ -1,9 +1,11 @@
-"""A table of finished runs: python tests/summarize.py [--tokens N] DIR …, with DIR = NAME-SEED; mean ± standard error.
+"""A table of finished runs: python tests/summarize.py [--tokens N] [--plot FILE.svg [--metric accuracy]] DIR …
 
-Greedy held-out accuracy before and after; the rest over the last ten steps, but seconds and sampled tokens over all.
-"spread": the standard deviation over seeds of the sampled accuracy, averaged over the steps. --tokens N cuts each run
-where it has sampled N tokens.
+DIR is NAME-SEED, and every cell the mean ± standard error over the seeds of a name: of greedy held-out accuracy before
+and after, of seconds and sampled tokens over all steps, of the rest over the last ten. "spread": the standard deviation
+over seeds of the sampled accuracy, averaged over the steps. --tokens N cuts each run where it has sampled N tokens.
+--plot draws a metric against the sampled tokens, a line with its standard error for each name (pip install matplotlib).
 """
+import argparse
 import json
 import sys
 from collections import defaultdict
@@ -48,12 +50,42 @@ def spread(runs: list[list[dict]]) -> float | None:
     return np.std([curve[:length] for curve in curves], axis=0, ddof=1).mean() if length and len(curves) > 1 else None
 
 
+def plot(runs: dict[str, list[list[dict]]], metric: str, file: str) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("summarize.py: --plot: pip install matplotlib")
+    matplotlib.use("svg" if file.endswith(".svg") else "agg")
+    matplotlib.rcParams["svg.hashsalt"] = "curves"  # the same file for the same runs
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    for name, seeds in runs.items():
+        seeds = [[m for m in metrics if metric in m and m["step"] > 0] for metrics in seeds]
+        steps = min(map(len, seeds))
+        if not steps:
+            continue
+        x = np.mean([np.cumsum([m["tokens"] for m in metrics[:steps]]) for metrics in seeds], axis=0) / 1000
+        y = np.array([[m[metric] for m in metrics[:steps]] for metrics in seeds])  # [seeds, steps]
+        mean, error = y.mean(0), y.std(0, ddof=min(1, len(y) - 1)) / len(y) ** 0.5
+        line, = axes.plot(x, mean, label=name)
+        axes.fill_between(x, mean - error, mean + error, color=line.get_color(), alpha=0.2, linewidth=0)
+    axes.set(xlabel="sampled tokens, thousands", ylabel=metric)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right center", frameon=False)
+    figure.savefig(file, metadata={"Date": None} if file.endswith(".svg") else None)
+
+
 def main() -> None:
-    arguments, budget, runs = sys.argv[1:], float("inf"), defaultdict(list)
-    if arguments[0] == "--tokens":
-        budget, arguments = float(arguments[1]), arguments[2:]
-    for argument in arguments:
-        runs[Path(argument).name.rpartition("-")[0]].append(read(Path(argument), budget))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=float, default=float("inf"))
+    parser.add_argument("--plot", default="")
+    parser.add_argument("--metric", default="accuracy")
+    parser.add_argument("directories", type=Path, nargs="+")
+    args, runs = parser.parse_args(), defaultdict(list)
+    for directory in args.directories:
+        runs[directory.name.rpartition("-")[0]].append(read(directory, args.tokens))
+    if args.plot:
+        plot(runs, args.metric, args.plot)
     rows_of = {name: [summary(metrics) for metrics in seeds] for name, seeds in runs.items()}
     titles = list(dict.fromkeys(title for rows in rows_of.values() for row in rows for title in row))
     print("| run | seeds | " + " | ".join(titles) + " | spread |\n" + "|---" * (len(titles) + 3) + "|")
