@@ -53,6 +53,7 @@ def test_a_scaled_or_biased_head_is_exact(changes):
     sliced = common.sliced_logprobs(model, input_ids, attention_mask, mask.shape[1], 1.0)
     full = common.unsliced_logprobs(model, input_ids, attention_mask, mask.shape[1], 1.0)
     torch.testing.assert_close(sliced, full, rtol=1e-4, atol=1e-5)
+    assert common.head_is_sliceable(model.bfloat16())  # whose logits are rounded
 
 
 def test_an_unknown_head_falls_back_to_full_logits_with_one_warning(recwarn):
