@@ -52,10 +52,10 @@ def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
 
     Exactly 0 where all rewards of a group are equal, and for a group of one.
     """
+    rewards = rewards - rewards[:, :1]  # equal rewards are 0 from here on, free of any rounding of their mean
     advantages = rewards - rewards.mean(dim=1, keepdim=True)
     advantages = advantages / (rewards.std(dim=1, keepdim=True, correction=min(1, rewards.shape[1] - 1)) + 1e-6)
-    equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
-    return advantages.masked_fill(equal, 0.0)
+    return advantages
 
 
 def soft_overlong_penalty(lengths: torch.Tensor, max_new_tokens: int, buffer: int) -> torch.Tensor:
@@ -92,8 +92,8 @@ def token_weights(mask: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """mask bool [N, T] -> [N, T], each token's weight in the loss; 0 outside the mask.
 
     num_tokens counts the tokens of the whole optimizer step: micro-batches and ranks add up to it. Eq. 12 averages
-    over the tokens of one prompt's group and leaves open how prompts combine. The authors' own code takes all tokens
-    of the step alike, and so does this one; `unit_token_weights` has the other reading.
+    over the tokens of one prompt's group, then over prompts (`unit_token_weights`). The authors' own code takes all
+    tokens of the step alike, and so does this one.
     """
     return mask / max(num_tokens, 1)  # 1 / Σ|o_j|
 
@@ -112,7 +112,7 @@ def dapo_loss(logprobs, old_logprobs, advantages, weights, clip_low: float, clip
     """
     active = weights > 0
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
-    advantages = advantages[:, None].where(active, 0.0)
+    advantages = advantages.detach()[:, None].where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
@@ -161,7 +161,7 @@ def main(cfg: Config) -> None:
 
         # 4. Update: micro-batches add up to the gradient of the whole minibatch; nothing is averaged.
         rows = (groups[:, None] * cfg.group_size + torch.arange(cfg.group_size)).flatten()
-        minibatches = rows[torch.randperm(len(rows))].tensor_split(cfg.minibatches) if len(rows) else ()
+        minibatches = rows[torch.randperm(len(rows))].tensor_split(min(cfg.minibatches, len(rows))) if len(rows) else ()
         # The first minibatch is on-policy: there the old log-probs are the new ones, and need no forward pass.
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]

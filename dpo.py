@@ -34,7 +34,7 @@ class Config(common.RunConfig):
     beta: float = flag(0.1, "β: how far the policy may leave the reference (paper: 0.1)")
     reference_free: bool = flag(False, "Δ_reference = 0: no reference model")
     label_smoothing: float = flag(0.0, "s: share of pairs taken to be the wrong way round (cDPO)")
-    lr: float = flag(1e-5, "learning rate: 1e-6 for a real model (paper: 1e-6)")
+    lr: float = flag(1e-5, "learning rate: 1e-6 for a real model (paper: 1e-6, with RMSprop; here AdamW)")
     warmup_steps: int = flag(10, "updates of linear warm-up (paper: 150)")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
 

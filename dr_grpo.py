@@ -41,9 +41,9 @@ def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
 
     Exactly 0 where all rewards of a group are equal, and for a group of one.
     """
+    rewards = rewards - rewards[:, :1]  # equal rewards are 0 from here on, free of any rounding of their mean
     advantages = rewards - rewards.mean(dim=1, keepdim=True)
-    equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
-    return advantages.masked_fill(equal, 0.0)
+    return advantages
 
 
 def token_weights(mask: torch.Tensor, num_sequences: int, max_new_tokens: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ def dr_grpo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):
     """
     active = weights > 0
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
-    advantages = advantages[:, None].where(active, 0.0)
+    advantages = advantages.detach()[:, None].where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages

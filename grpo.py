@@ -43,11 +43,11 @@ def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch
 
     Exactly 0 where all rewards of a group are equal, and for a group of one.
     """
+    rewards = rewards - rewards[:, :1]  # equal rewards are 0 from here on, free of any rounding of their mean
     advantages = rewards - rewards.mean(dim=1, keepdim=True)
     if divide_by_std:  # section 4.1.2; here the sample's, n − 1
         advantages = advantages / (rewards.std(dim=1, keepdim=True, correction=min(1, rewards.shape[1] - 1)) + 1e-6)
-    equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
-    return advantages.masked_fill(equal, 0.0)
+    return advantages
 
 
 def token_weights(mask: torch.Tensor, num_sequences: int) -> torch.Tensor:
@@ -65,14 +65,14 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, weights, clip_ep
     """
     active = weights > 0
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
-    advantages = advantages[:, None].where(active, 0.0)
+    advantages = advantages.detach()[:, None].where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
     loss = -(weights * torch.min(unclipped, clipped)).sum()
     stats = {"clip_fraction": common.masked_mean((clipped < unclipped).float(), active)}
     if kl_coef > 0:  # ref_logprobs may be None where it is 0
-        ref_ratio = (ref_logprobs.detach() - logprobs).where(active, 0.0).clamp(-20, 20)
+        ref_ratio = (ref_logprobs.detach() - logprobs).where(active, 0.0).clamp(max=20)
         kl = ref_ratio.exp() - ref_ratio - 1  # k3: never negative, unbiased for samples of the policy
         loss = loss + kl_coef * (weights * kl).sum()
         stats["kl"] = common.masked_mean(kl, active)

@@ -54,7 +54,7 @@ class Config(common.RunConfig):
 def token_rewards(scores: torch.Tensor, logprobs, ref_logprobs, mask, kl_coef: float) -> torch.Tensor:
     """scores [N], the rest [N, T] -> [N, T]: −β·(log π − log π_ref) at each token, + the score at the last.
 
-    InstructGPT eq. 2, a token at a time. ref_logprobs may be None where kl_coef is 0. Nothing is differentiated:
+    InstructGPT eq. 2 without its pretraining term, a token at a time. ref_logprobs may be None where kl_coef is 0. Nothing is differentiated:
     the KL is paid for like any reward, through the advantages.
     """
     penalty = kl_coef * (logprobs - ref_logprobs) if kl_coef > 0 else torch.zeros_like(logprobs)
@@ -83,8 +83,9 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """[N, T] -> [N, T]: (Â − mean) / std over all tokens of the mask, 0 elsewhere, 0 where all of them are equal.
 
-    Give it every token of the optimizer step: per micro-batch or per rank it would be another algorithm. (N+ whitens
-    each minibatch; the PPO and InstructGPT papers do not speak of it, OpenAI's code for both does it. Population std.)
+    Give it every token of the optimizer step: per micro-batch or per rank it would be another algorithm. (The papers
+    do not speak of it. OpenAI's baselines and lm-human-preferences whiten each minibatch, N+ a rank's whole rollout.
+    Population std.)
     """
     count = mask.sum().clamp(min=1)
     centered = (advantages - advantages.where(mask, 0.0).sum() / count).where(mask, 0.0)
@@ -108,7 +109,7 @@ def ppo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):
     """
     active = weights > 0
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
-    advantages = advantages.where(active, 0.0)
+    advantages = advantages.detach().where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
@@ -143,7 +144,7 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
 def adapted_kl_coef(kl_coef: float, kl: float, target: float) -> float:
     """β after a batch whose KL was `kl` nats per completion: up where above the target, down where below.
 
-    β ← β (1 + 0.1·e), e = clip((kl − target) / target, −0.2, 0.2) (Ziegler et al. 2019, arXiv:1909.08593, eq. 2.2).
+    β ← β (1 + 0.1·e), e = clip((kl − target) / target, −0.2, 0.2) (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
     """
     return kl_coef * (1 + 0.1 * min(max((kl - target) / target, -0.2), 0.2))
 

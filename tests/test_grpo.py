@@ -18,6 +18,8 @@ def test_advantages_by_hand():
     # 3.8, 5.2, 6.1: mean 5.0333, deviations −1.2333, .1667, 1.0667, sample variance 1.3433, std 1.1590
     torch.testing.assert_close(grpo.group_advantages(torch.tensor([[3.8, 5.2, 6.1]]))[0],
                                torch.tensor([-1.0641, 0.1438, 0.9203]), rtol=1e-3, atol=1e-3)
+    # the mean of large rewards rounds in float32; that of their differences does not
+    torch.testing.assert_close(grpo.group_advantages(torch.tensor([[1e8, 1e8 + 8]])), torch.tensor([[-1.0, 1]]) / 2 ** .5)
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -3.3333333, 1e6])
@@ -58,14 +60,17 @@ def test_the_clipped_surrogate_by_hand(ratio, advantage, value, slope):
     assert stats["clip_fraction"] == (slope == 0)
 
 
-def test_k3_by_hand_and_its_direction():
+@pytest.mark.parametrize("ref_logprob, value, slope", [
+    (math.log(0.25), 0.5 + math.log(2) - 1, 0.5),
+    (math.log(0.5) - 50, 49.0, 1.0)])  # far from the reference the pull back does not end
+def test_k3_by_hand_and_its_direction(ref_logprob, value, slope):
     """π = .5, π_ref = .25: .25/.5 − ln(.25/.5) − 1 = .5 + .6931 − 1 = .1931; derivative in log π is 1 − π_ref/π = .5."""
     logprobs = torch.tensor([[math.log(0.5)]], requires_grad=True)
-    loss, stats = grpo.grpo_loss(logprobs, logprobs.detach(), torch.tensor([[math.log(0.25)]]), torch.zeros(1),
+    loss, stats = grpo.grpo_loss(logprobs, logprobs.detach(), torch.tensor([[ref_logprob]]), torch.zeros(1),
                                  torch.ones(1, 1), 0.2, kl_coef=1.0)
     loss.backward()
-    assert loss.item() == pytest.approx(0.5 + math.log(2) - 1) and stats["kl"].item() == pytest.approx(loss.item())
-    assert logprobs.grad.item() == pytest.approx(0.5)
+    assert loss.item() == pytest.approx(value) and stats["kl"].item() == pytest.approx(value)
+    assert logprobs.grad.item() == pytest.approx(slope)
 
 
 def test_k3_estimates_the_kl_from_the_policy_to_the_reference():
