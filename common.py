@@ -326,9 +326,14 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
     return shard(model, device)
 
 
+def model_name(cfg) -> str:
+    """--model as from_pretrained takes it."""
+    return build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model
+
+
 def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_changes):
     """--model -> (model to train, tokenizer), after checking that the two fit."""
-    name = build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model
+    name = model_name(cfg)
     tokenizer = load_tokenizer(name, cfg.trust_remote_code)
     policy = load_model(name, device, cls=cls, trust_remote_code=cfg.trust_remote_code, **config_changes)
     vocabulary, context = policy.config.get_text_config().vocab_size, context_length(policy)
@@ -352,8 +357,7 @@ def context_length(model) -> float:
 
 def load_reference(cfg, device: torch.device):
     """A frozen copy of the policy as it starts."""
-    name = build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model
-    return load_model(name, device, trainable=False, trust_remote_code=cfg.trust_remote_code)
+    return load_model(model_name(cfg), device, trainable=False, trust_remote_code=cfg.trust_remote_code)
 
 
 def load_value_model(cfg, device: torch.device, tokenizer):
@@ -362,7 +366,7 @@ def load_value_model(cfg, device: torch.device, tokenizer):
     Its head starts at 0: the first advantages are then the returns themselves, free of a random head's noise. (The
     reward model's own head has seen only whole completions, and its scores carry the shift that rewards are rid of.)
     """
-    name = build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model
+    name = model_name(cfg)
     if is_reward_model(cfg.reward) and load_tokenizer(
             cfg.reward, cfg.trust_remote_code).get_vocab() == tokenizer.get_vocab():
         name = cfg.reward
@@ -1579,7 +1583,7 @@ def load_reward_model(cfg):
     if model.config.num_labels != 1:
         raise UserError(f"--reward {cfg.reward}: want a sequence classifier with one label, as reward_model.py saves")
     shift = getattr(model.config, "reward_shift", 0.0)
-    tokenizer = load_tokenizer(build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model, cfg.trust_remote_code)
+    tokenizer = load_tokenizer(model_name(cfg), cfg.trust_remote_code)
     same_tokens = tokenizer.get_vocab() == own.get_vocab()
 
     @torch.no_grad()
