@@ -1491,6 +1491,15 @@ def rollout_logprobs(model, rollout: Rollout, minibatches, max_tokens: int, temp
     return rollout_values(model, rollout, minibatches, max_tokens, lambda *args: token_logprobs(*args, temperature)[0])
 
 
+@torch.no_grad()
+def all_scores(model, batch, blocks, max_tokens: int) -> torch.Tensor:
+    """The `sequence_scores` [N] of all rows of the batch, on every rank."""
+    scores = torch.zeros(len(batch.mask), device=batch.mask.device)
+    for rows, input_ids, attention_mask, T in micro_batches(batch, blocks, max_tokens):
+        scores[rows] += sequence_scores(model, input_ids, attention_mask, T) * (T > 0)  # T = 0: see micro_batches
+    return sum_over_ranks(scores)
+
+
 MAX_PADDING = 0.08  # of a micro-batch, unless it is below a quarter of --micro_batch_tokens
 
 
@@ -1586,18 +1595,13 @@ def load_reward_model(cfg):
     tokenizer = load_tokenizer(model_name(cfg), cfg.trust_remote_code)
     same_tokens = tokenizer.get_vocab() == own.get_vocab()
 
-    @torch.no_grad()
     def score(problems: list[Problem], rollout: Rollout):
         shape = (len(problems), len(rollout.completions) // len(problems))
         rows_of = [problem for problem in problems for _ in range(shape[1])]  # [N]
         batch = rollout if same_tokens else retokenize(rows_of, rollout, own, cfg.system_prompt)
         if (longest := int(batch.attention_mask.sum(1).max())) > (context := context_length(model)):
             raise UserError(f"--reward {cfg.reward}: its context is {context} tokens, a sequence has {longest}")
-        rewards = torch.zeros(len(rows_of), device=device)
-        for rows, input_ids, attention_mask, T in micro_batches(batch, range(len(rows_of)), cfg.micro_batch_tokens):
-            scores = sequence_scores(model, input_ids, attention_mask, T)
-            rewards[rows] += (scores - shift) * (T > 0)  # T = 0: only keeps step with the other ranks
-        rewards = sum_over_ranks(rewards)
+        rewards = all_scores(model, batch, range(len(rows_of)), cfg.micro_batch_tokens) - shift  # [N]
         correct = torch.tensor([is_equivalent(extract_answer(text), problem.answer) if problem.answer is not None
                                 else reward > 0 for problem, text, reward
                                 in zip(rows_of, rollout.completions, rewards.tolist())], device=device)

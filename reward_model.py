@@ -72,21 +72,12 @@ def pad_unlike_eos(tokenizer) -> int:
     return tokenizer.pad_token_id
 
 
-@torch.no_grad()
-def score_all(model, batch, blocks, cfg: Config) -> torch.Tensor:
-    """The scores [N] of all answers of the batch, on every rank."""
-    scores = torch.zeros(len(batch.mask), device=batch.mask.device)
-    for rows, input_ids, attention_mask, T in common.micro_batches(batch, blocks, cfg.micro_batch_tokens):
-        scores[rows] += common.sequence_scores(model, input_ids, attention_mask, T) * (T > 0)
-    return common.sum_over_ranks(scores)
-
-
 def evaluate(model, preferences, pad_id: int, cfg: Config, device) -> dict[str, float]:
     """Accuracy, margin and calibration over all pairs of held-out rows."""
     if not preferences:
         return {}
     batch, blocks, pairs = common.collate_preferences(preferences, pad_id, device)
-    better, worse = score_all(model, batch, blocks, cfg)[pairs].unbind(1)
+    better, worse = common.all_scores(model, batch, blocks, cfg.micro_batch_tokens)[pairs].unbind(1)
     differences = better - worse
     return {"eval_pair_accuracy": torch.heaviside(differences, differences.new_tensor(0.5)).mean().item(),  # tie: ½
             "eval_margin": differences.mean().item(), "eval_calibration_error": calibration_error(differences)}
@@ -141,7 +132,7 @@ def main(cfg: Config) -> None:
     # A Bradley–Terry score has no zero of its own. Put it at the mean chosen answer: the head has no bias, so
     # model/config.json keeps the shift, and ppo.py subtracts it.
     batch, blocks, _ = common.collate_preferences(data.items[:2000], pad_id, run.device)
-    scores = score_all(model, batch, blocks, cfg)
+    scores = common.all_scores(model, batch, blocks, cfg.micro_batch_tokens)
     model.config.reward_shift = scores[[rows[0] for rows in blocks]].mean().item()
     model.config.pad_token_id = pad_unlike_eos(tokenizer)
     run.finish(model, tokenizer)
