@@ -37,6 +37,7 @@ import os
 import random
 import re
 import resource
+import runpy
 import shutil
 import signal
 import subprocess
@@ -1633,13 +1634,10 @@ def load_reward_function(spec: str):
         raise UserError(f"--reward {spec}: want verifier, FILE.py:FUNCTION or the directory of a reward model")
     if not os.path.isfile(path):
         raise UserError(f"--reward {spec}: no file {path}")
-    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(module_spec)
     try:
-        module_spec.loader.exec_module(module)
+        function = runpy.run_path(path).get(name)
     except Exception as error:  # the user's own code: anything can come out of it
         raise UserError(f"--reward {spec}: {path} does not load: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"--reward {spec}: {path} has no function {name}")
 
