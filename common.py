@@ -134,7 +134,7 @@ def parse_config(Config, args: list[str]):
     def error(message):
         raise UserError(re.sub(r"^argument (--\w+)(/--[\w-]+)?", r"\1", message))
     parser.error = error
-    if args and Path(args[0]).suffix in (".yaml", ".yml", ".json"):
+    if args and args[0].endswith((".yaml", ".yml", ".json")) and not args[0].startswith("-"):  # --data=x.json
         try:
             import yaml  # JSON is YAML
             settings = yaml.safe_load(Path(args[0]).read_bytes())

@@ -103,7 +103,9 @@ def test_bad_rows(fails, tmp_path, content, message):
     (["--output_dir", f"{ROOT}/README.md"], "is a file"), (["--output_dir", f"{ROOT}/README.md/x"], "--output_dir"),
     (["--resume"], "--resume: no checkpoint in"), (["--resume", "--overwrite"], "exclude each other"),
     (["--log_to", "wandb"], "pip install wandb"), (["--log_to", "paper"], "--log_to"),
-    (["nowhere.yaml"], "nowhere.yaml: "), (["--system_prompt"], "--system_prompt: expected one argument")])
+    (["nowhere.yaml"], "nowhere.yaml: "),
+    (["--data=nowhere.json"], ": nowhere.json: No such file"),
+    (["--system_prompt"], "--system_prompt: expected one argument")])
 def test_bad_flags(fails, flags, message):
     assert message in fails(*flags)
 
