@@ -162,16 +162,17 @@ def parse_config(Config, args: list[str]):
 
 
 def launch(main, Config) -> None:
-    """Run a script: flags, then `main(cfg)`. What the user can mend is one line on stderr and exit code 2."""
+    """Run a script: flags, then `main(cfg)`. An error that the user can fix is one line on stderr and exit code 2."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
         main(parse_config(Config, sys.argv[1:]))
     except (UserError, torch.OutOfMemoryError) as error:
-        message = error if isinstance(error, UserError) else (
-            f"out of GPU memory {memory_advice(error)} (the last checkpoint is intact): {str(error).splitlines()[0]}")
-        tqdm.write(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)  # on a line of its own
-        sys.exit(getattr(error, "exit_code", 1))
+        if isinstance(error, torch.OutOfMemoryError):
+            error = TrainingFailed(f"out of GPU memory {memory_advice(error)} (the last checkpoint is intact): "
+                                   f"{str(error).splitlines()[0]}")
+        tqdm.write(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)  # on a line of its own
+        sys.exit(error.exit_code)
     if world_size() > 1:
         dist.barrier()
         sys.stderr.flush()
@@ -289,9 +290,9 @@ def one_line_errors(what: str):
     """transformers and datasets answer a wrong name with many kinds of exception: make each one clear line."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except (OSError, ValueError, KeyError, AttributeError, RuntimeError, ImportError, TypeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{what} ({reason})") from error
 
@@ -1437,9 +1438,9 @@ def head_is_sliceable(model) -> bool:
             ours, its_own = call_gathered(both_ways, model)
         tolerance = 1e-4 if its_own.dtype == torch.float32 else 0.01  # some cap or scale in bfloat16
         model.head_is_sliceable = on_all_ranks(torch.allclose(ours, its_own.float(), rtol=tolerance, atol=tolerance))
-    except (AttributeError, TypeError, RuntimeError) as error:  # RuntimeError: hidden states of another width
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, TypeError, RuntimeError):  # RuntimeError: hidden states of another width
         model.head_is_sliceable = False
     if not model.head_is_sliceable:
         warnings.warn(f"{type(model).__name__}: its logits are not a plain head on the last hidden states, so "
