@@ -138,7 +138,7 @@ def parse_config(Config, args: list[str]):
         try:
             import yaml  # JSON is YAML
             settings = yaml.safe_load(Path(args[0]).read_bytes())
-        except (OSError, yaml.YAMLError, ValueError, RecursionError) as problem:
+        except (OSError, yaml.YAMLError, ValueError) as problem:
             raise UserError(f"{args[0]}: {str(problem).splitlines()[0]}")
         if not isinstance(settings, dict):
             raise UserError(f"{args[0]}: want a mapping from flag names to values")
@@ -1372,7 +1372,7 @@ def sliced_logprobs(model, input_ids, attention_mask, T, temperature):
     cells = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)  # (row [n], column [n]) of real tokens
     hidden = hidden_states(model, input_ids, attention_mask, T, *cells)  # what predicts them
     targets = input_ids[:, input_ids.shape[1] - T:][cells]
-    size = max(1, HEAD_SLICE.get(hidden.device.type, 2 ** 25) // model.config.get_text_config().vocab_size)
+    size = max(1, HEAD_SLICE[hidden.device.type] // model.config.get_text_config().vocab_size)
     compute = functools.partial(recompute_in_backward, one_slice, use_reentrant=False, preserve_rng_state=False) \
         if len(hidden) > size else one_slice
     slices = [compute(h, y) for h, y in zip(hidden.split(size), targets.split(size))]
@@ -2378,7 +2378,8 @@ class Run:
                 kept = []
                 for line in path.read_text().splitlines():
                     with contextlib.suppress(ValueError):  # the last may be cut
-                        kept += [line + "\n"] if json.loads(line)["step"] < self.next_step else []
+                        if json.loads(line)["step"] < self.next_step:
+                            kept.append(line + "\n")
                 temporary = path.with_suffix(".tmp")
                 temporary.write_text("".join(kept))
                 os.replace(temporary, path)
