@@ -5,7 +5,7 @@
 
 No reward model and no sampling: 1 − σ, the chance that the policy's own ranking is wrong, plays the advantage's part.
 --reference_free drops Δ_reference; --label_smoothing s is conservative DPO; --on_policy samples the pairs as it goes
-and lets --reward choose.
+and lets --reward pick the better one.
 
 Without flags: the tiny model learns additions from pairs of its own answers. README.md: real models and data.
 
@@ -25,7 +25,7 @@ class Config(common.RunConfig):
     steps: int = flag(60, "updates")
     pairs_per_step: int = flag(64, "pairs per update (paper: 64)")
     max_completion_tokens: int = flag(1024, "answers are cut here, and then end without EOS")
-    on_policy: bool = flag(False, "sample two answers to each prompt of --data and let --reward choose")
+    on_policy: bool = flag(False, "sample two answers to each prompt of --data; --reward picks the better one")
     max_new_tokens: int = flag(40, "sampled answers are cut here")
     temperature: float = flag(1.0, "of sampling, and of every log-prob")
     reward: str = flag("verifier", "judge of --on_policy and of the evaluation: verifier, FILE.py:FUNCTION or a model")
@@ -69,7 +69,7 @@ def all_sequence_logprobs(model, batch, blocks, cfg: Config) -> torch.Tensor:
 
 
 def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, device) -> dict[str, float]:
-    """Greedy accuracy on the problems, and how often the implicit reward β(log π − log π_ref) has a pair's order."""
+    """Greedy accuracy on the problems; how often the implicit reward β(log π − log π_ref) orders a pair right."""
     metrics = common.evaluate(policy, tokenizer, problems, score, cfg)
     if preferences:
         batch, blocks, pairs = common.collate_preferences(preferences, tokenizer.pad_token_id, device)
@@ -80,30 +80,34 @@ def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, devic
 
 
 def reference_logprobs(preferences, device) -> torch.Tensor:
-    """log π_ref(y|x) [N] of their answers, as `main` worked them out up front."""
+    """log π_ref(y|x) [N] of all their answers, as `main` computed them before the first update."""
     return torch.tensor([logprob for preference in preferences for logprob in preference.ref_logprobs], device=device)
 
 
 def main(cfg: Config) -> None:
     run = common.Run(cfg)
     score = common.load_reward(cfg)
-    problems, eval_problems = common.read_train_and_eval(cfg) if cfg.on_policy else ([], [])
+    eval_problems, eval_preferences = [], []
+    if cfg.on_policy:
+        items, eval_problems = common.read_train_and_eval(cfg)
+    else:
+        items, eval_preferences = common.read_train_and_eval(cfg, common.read_preferences)
     if held_out := cfg.eval_problems or (cfg.data if common.is_built_in(cfg.data) and not cfg.on_policy else ""):
         eval_problems = common.read_problems(held_out, "eval", need_answer=cfg.reward == "verifier")
-    preferences, eval_preferences = ([], []) if cfg.on_policy else common.read_train_and_eval(
-        cfg, common.read_preferences)
     policy, tokenizer = common.load_policy(cfg, run.device)
     reference = common.load_reference(cfg, run.device) if cfg.on_policy and not cfg.reference_free else None
     optimizer, schedule = common.make_optimizer(policy, cfg)
     eval_problems = common.encode_prompts(eval_problems, tokenizer, cfg, "--eval_problems")
     eval_preferences = common.encode_preferences(eval_preferences, tokenizer, cfg, "--eval_data")
-    preferences = common.encode_preferences(preferences, tokenizer, cfg, "--data")
-    data = common.Shuffled(
-        common.encode_prompts(problems, tokenizer, cfg, "--data") if cfg.on_policy else
-        [pair for preference in preferences for pair in preference.split()], cfg.seed)  # of a ranking, all its pairs
+    if cfg.on_policy:
+        items = common.encode_prompts(items, tokenizer, cfg, "--data")
+    else:
+        rankings = common.encode_preferences(items, tokenizer, cfg, "--data")
+        items = [pair for ranking in rankings for pair in ranking.split()]  # all the pairs of a ranking
+    data = common.Shuffled(items, cfg.seed)
 
-    # The reference is the policy before its first update: score the answers once, 1,000 pairs at a time, and keep one
-    # model in memory.
+    # The reference is the policy before its first update. So its log-probs are computed here, once, 1,000 pairs at a
+    # time, and one model is all that stays in memory.
     for preferences in ([] if cfg.on_policy else data.first(cfg.steps * cfg.pairs_per_step), eval_preferences):
         for start in range(0, len(preferences), 1000):
             some = preferences[start:start + 1000]
@@ -121,7 +125,7 @@ def main(cfg: Config) -> None:
 
         # 1. The step's pairs: the rows of each in the batch, chosen first.
         drawn, metrics = data.next(cfg.pairs_per_step), {}
-        if cfg.on_policy:  # two samples to each prompt, of which the reward chooses; a tie is no pair
+        if cfg.on_policy:  # two samples for each prompt, the better one by its reward; a tie is no pair
             batch = sample(policy, tokenizer, [problem.prompt_ids for problem in drawn], 2, cfg.max_new_tokens,
                            cfg.temperature)
             rewards, correct = score(drawn, batch)  # [P, 2] each
