@@ -14,9 +14,9 @@
 Shapes:  P prompts, G completions of each, N = P·G rows, L padded prompt length, T padded completion length,
          V vocabulary, H hidden size, B rows of a micro-batch.
 
-Every process of a torchrun job holds the whole rollout (its token ids are small) and so works out the same
-rewards, advantages and weights as a single process would. Only the work that costs is divided: `sample` decodes
-this rank's rows, `micro_batches` deals this rank's share of the update, and gradients are summed.
+Every process of a torchrun job holds the whole rollout (token ids are small), and so computes the same rewards,
+advantages and weights as a single process would. Only the expensive work is divided: `sample` decodes this rank's
+rows, `micro_batches` deals this rank's share of the update, and gradients are summed.
 """
 import cmath
 import collections
@@ -75,12 +75,12 @@ SYSTEM_PROMPT = ("Think about the problem step by step, then give the answer. Wr
 # ------------------------------------------------------------------------------------------------ command line
 
 class UserError(Exception):
-    """Something the user can put right: `launch` prints it as one line and exits with code 2."""
+    """Something the user can fix: `launch` prints it as one line and exits with code 2."""
     exit_code = 2
 
 
 class TrainingFailed(UserError):
-    """The run cannot go on, through no fault of the command line."""
+    """The run cannot go on, and the command line is not to blame."""
     exit_code = 1
 
 
@@ -91,7 +91,7 @@ def flag(default, help: str):
 
 @dataclass
 class RunConfig:
-    """Flags that every script has: where things come from, where they go, what the machine can take."""
+    """The flags of every script."""
     model: str = flag("tiny", "tiny (built in), a directory, or a hub id")
     data: str = flag("arithmetic", "arithmetic[:DIGITS] (built in), FILE.jsonl[.gz], or a hub id[:CONFIG[:SPLIT]]")
     eval_data: str = flag("", "held-out data, same forms; arithmetic brings its own")
@@ -113,7 +113,7 @@ class RunConfig:
     max_bad_steps: int = flag(5, "updates in a row with a non-finite gradient before the run gives up")
 
 
-# name: (lowest, highest) allowed value. A flag that is in no row takes any value.
+# name: (lowest, highest) allowed value. Flags that are not listed take any value.
 LIMITS = {
     **dict.fromkeys("steps prompts_per_step pairs_per_step minibatches updates_per_batch max_new_tokens save_every "
                     "eval_every eval_samples micro_batch_tokens max_prompt_tokens max_bad_steps "
@@ -149,7 +149,7 @@ def parse_config(Config, args: list[str]):
         nearest = difflib.get_close_matches(unknown[0].split("=")[0], names, n=1, cutoff=0.5)
         raise UserError(f"unknown flag {unknown[0]}" + (f", did you mean {nearest[0]}?" if nearest else ""))
     for name, value in vars(cfg).items():
-        if isinstance(value, str) and value.startswith("~/"):  # no shell has read a YAML file, or --model=~/x
+        if isinstance(value, str) and value.startswith("~/"):  # a shell expands neither YAML nor --model=~/x
             setattr(cfg, name, os.path.expanduser(value))
     for name, (low, high) in LIMITS.items():
         value = getattr(cfg, name, low)
@@ -176,13 +176,13 @@ def launch(main, Config) -> None:
     if world_size() > 1:
         dist.barrier()
         sys.stderr.flush()
-        os._exit(0)  # all is saved; gloo's threads now and then abort a rank that tears down while others still do
+        os._exit(0)  # all is saved, and a rank that tears gloo down while others still do is sometimes aborted
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def memory_advice(error: BaseException) -> str:
-    """Which phase ran out of memory, and which flag to turn: read off the functions on the error's traceback."""
+    """Which phase ran out of memory and which flag helps, from the function names in the error's traceback."""
     functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     phases = {"load_model": "while loading the model: use more GPUs",
               "sample": "while sampling: start again with a lower --prompts_per_step (dpo.py: --pairs_per_step) or "
@@ -200,21 +200,21 @@ def setup_device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for each shape; NaN with some masks (pytorch #196678)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # replans for each shape; NaN with some masks (pytorch #196678)
     else:
         keep_freed_memory()
-    if (cuda or torchrun) and not dist.is_initialized():  # on CUDA, FSDP2 does the mixed precision of one process too
+    if (cuda or torchrun) and not dist.is_initialized():  # on one GPU, FSDP2 still does the mixed precision
         job = {} if torchrun else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **job)
     return device
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what tensors free. It gives large blocks back to the system, which clears each page anew when
-    the next tensor touches it: an eighth of a step of the tiny model."""
+    """Make glibc keep the memory that tensors free. By default large blocks go back to the system, which has to zero
+    their pages again for the next tensor: an eighth of the tiny model's step."""
     with contextlib.suppress(AttributeError):  # another libc
         mallopt, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = ctypes.CDLL(None).mallopt, -1, -3
-        mallopt(M_MMAP_THRESHOLD, 2 ** 25)  # above 32 MB it would fragment: 5 GB for 1 at large vocabularies
+        mallopt(M_MMAP_THRESHOLD, 2 ** 25)  # keeping blocks above 32 MB fragments: 5 GB, not 1, at large vocabularies
         mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
 
 
@@ -252,7 +252,7 @@ def my_share(total: int) -> range:
 
 
 def on_main_rank_first(work):
-    """Run `work()` on rank 0 while the others wait. An error there is raised on every rank."""
+    """Run `work()` on rank 0 while the others wait. Its error is raised on every rank."""
     problem = None
     if rank() == 0:
         try:

@@ -151,7 +151,7 @@ def main(cfg: Config) -> None:
         batch, rollout, rewards, correct = common.join_drawn(drawn, tokenizer.pad_token_id)
         kept = int(informative_groups(correct).sum())
         if len(groups) < cfg.prompts_per_step:
-            common.say(f"step {step}: only {kept} of {len(batch)} groups are informative, {cfg.prompts_per_step} wanted")
+            common.say(f"step {step}: {kept} of {len(batch)} groups are informative, {cfg.prompts_per_step} wanted")
         rewards += soft_overlong_penalty(rollout.lengths, cfg.max_new_tokens, cfg.overlong_buffer).view_as(rewards)
         trained = rollout.mask & (rollout.finished[:, None] | (not cfg.overlong_filtering))  # [N, T] tokens with a loss
 
