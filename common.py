@@ -270,8 +270,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
     if name.startswith(("/", ".")) and not os.path.isdir(name):
         raise UserError(f"--model {name}: no such directory")
     with one_line_errors(f"--model {name}: no tokenizer there"):
-        # Where a directory brings a generic tokenizer, its tokenizer.json is the truth. AutoTokenizer would put that of
-        # the architecture in its place for some model types (Qwen2's among them), and split the text another way.
+        # A directory's generic tokenizer counts. For some model types (Qwen2) AutoTokenizer would put the architecture's
+        # own in its place, which splits text differently.
         config = Path(name) / "tokenizer_config.json"
         kind = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else None
         cls = PreTrainedTokenizerFast if kind in ("TokenizersBackend", "PreTrainedTokenizerFast") else AutoTokenizer
@@ -287,7 +287,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
 
 @contextlib.contextmanager
 def one_line_errors(what: str):
-    """transformers and datasets answer a wrong name with many kinds of exception: make each one clear line."""
+    """transformers and datasets answer a wrong name with many kinds of exception: each becomes one clear line."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -301,15 +301,15 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
                trust_remote_code: bool = False, **config_changes):
     """A model for training (float32 masters) or a frozen one (on CUDA in bfloat16), sharded over the ranks.
 
-    In evaluation mode: with dropout or router noise the policy that is scored would not be the policy that sampled.
-    (Only layers that recompute their activations train in training mode: `make_optimizer`.) With several ranks only
-    rank 0 reads the weights; the others start on the meta device and receive their shards, so that no GPU ever holds
-    the whole model in float32. `model.saved_dtype` remembers the checkpoint's own dtype, for `save_model`.
+    In evaluation mode: with dropout or router noise, the policy that is scored would not be the policy that sampled.
+    Dropout is 0 as well, for layers that recompute their activations must be in training mode (`make_optimizer`).
+    With several ranks only rank 0 reads the weights; the others start on the meta device and receive their shards, so
+    that no GPU ever holds the whole model in float32. `saved_dtype` is the checkpoint's own dtype, for `save_model`.
     """
     with one_line_errors(f"--model {name}: not a model that transformers can load"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **config_changes)
         saved_dtype = config.dtype or torch.float32
-        for part in (config, config.get_text_config()):  # the same, but for models that read more than text
+        for part in (config, config.get_text_config()):  # one object, unless the model reads more than text
             for key, value in part.to_dict().items():
                 if re.search("drop$|dropout", key) and isinstance(value, float):
                     setattr(part, key, 0.0)
@@ -348,8 +348,8 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
 
 
 def context_length(model) -> float:
-    """How many positions a row may have. With "longrope" (Phi-3) those of the short factors: past them, one row would
-    change the positions of all in its batch."""
+    """How many positions a row may have. With "longrope" (Phi-3), those of the short factors: a single row beyond them
+    would change the positions of its whole batch."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
@@ -358,15 +358,15 @@ def context_length(model) -> float:
 
 
 def load_reference(cfg, device: torch.device):
-    """A frozen copy of the policy as it starts."""
+    """A frozen copy of the policy before its first update."""
     return load_model(model_name(cfg), device, trainable=False, trust_remote_code=cfg.trust_remote_code)
 
 
 def load_value_model(cfg, device: torch.device, tokenizer):
-    """The critic: the reward model where --reward names one of the policy's vocabulary, else the policy as it starts.
+    """The critic: starts from the reward model, if --reward names one with the policy's vocabulary, else the policy.
 
-    Its head starts at 0: the first advantages are then the returns themselves, free of a random head's noise. (The
-    reward model's own head has seen only whole completions, and its scores carry the shift that rewards are rid of.)
+    Its head starts at 0: the first advantages are then the returns themselves, without a random head's noise. (The
+    reward model's own head has seen only whole completions, and `reward_shift` is still in its scores.)
     """
     name = model_name(cfg)
     if is_reward_model(cfg.reward) and load_tokenizer(
@@ -379,8 +379,8 @@ def load_value_model(cfg, device: torch.device, tokenizer):
 
 
 def scale_fresh_head(model) -> None:
-    """Give a scalar head that was drawn when the model was loaded (not one that came with it) the spread
-    1/√(H + 1): scores then start at size 1 (arXiv:2403.17031, detail on the reward head)."""
+    """Give a new scalar head (the checkpoint had none) the spread 1/√(H + 1): scores then start at size 1
+    (arXiv:2403.17031, on the reward head)."""
     if not any("SequenceClassification" in name for name in model.config.architectures or ()):
         spread = getattr(model.config, "initializer_range", 0.02)
         with torch.no_grad():
@@ -390,7 +390,7 @@ def scale_fresh_head(model) -> None:
 def decoder_layers(model) -> torch.nn.ModuleList:
     """The stack of transformer layers: the longest ModuleList of the base model, or of its text part.
 
-    Lists inside of others are none: a layer may have more experts than the model has layers.
+    Lists within lists do not count: a layer may have more experts than the model has layers.
     """
     part = getattr(model.base_model, "language_model", model.base_model)
     stacks = [module for module in part.modules() if isinstance(module, torch.nn.ModuleList)]
@@ -399,10 +399,10 @@ def decoder_layers(model) -> torch.nn.ModuleList:
 
 
 def shard(model, device: torch.device):
-    """FSDP2: each rank keeps a share of every parameter, and gathers a layer at a time to compute with it.
+    """FSDP2: each rank keeps a share of every parameter, and gathers one layer at a time to compute with it.
 
-    On CUDA the gathered copy is bfloat16 while shard, gradient and optimizer stay float32: this is also how a single
-    GPU gets its mixed precision. Gradients are summed over ranks: token weights count the tokens of all.
+    On CUDA the gathered copy is bfloat16, while shard, gradient and optimizer stay float32: this is also how a single
+    GPU gets its mixed precision. Gradients are summed over ranks, not averaged: token weights are global.
     """
     frozen = not any(parameter.requires_grad for parameter in model.parameters())
     if world_size() == 1 and (device.type == "cpu" or frozen):  # FSDP would cost a CPU 15%, and save nothing
@@ -425,7 +425,7 @@ def shard(model, device: torch.device):
         set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
         for buffer in model.buffers():  # not in the state dict: rotary frequencies and the like
             dist.broadcast(buffer, 0)
-        # It says what ends a completion, and comes with the weights.
+        # Rank 0 read it with the weights. It says what ends a completion.
         model.generation_config = gather_in_order([getattr(model, "generation_config", None)])[0]
     return model
 
@@ -471,7 +471,7 @@ def save_model(model, tokenizer, directory: Path) -> None:
 
 
 def write_directory(directory: Path, fill, replace: bool = True) -> None:
-    """Fill a temporary directory by `fill(path)`, flush it to disk, and rename it to `directory`."""
+    """Fill a temporary directory with `fill(path)`, flush it to disk, and rename it to `directory`."""
     temporary, old = (directory.with_name(f"{directory.name}.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
     try:
         temporary.mkdir(parents=True)
@@ -586,8 +586,8 @@ def train_tiny_model(digits: int):
 def build_tiny_model(data: str) -> str:
     """The directory of the warm-started tiny model: trained on the first call (40 s of one core), then kept.
 
-    The name holds a hash of all that determines the weights. Processes that start together may each train one; the
-    first to finish keeps its own.
+    Its name holds a hash of all that determines the weights. Processes that start together may each train one; that of
+    the first to finish is kept.
     """
     digits = arithmetic_digits(data) if is_built_in(data) else 2
     parts = (arithmetic_rows, worked_answer, tiny_tokenizer, collate, train_tiny_model)
