@@ -96,7 +96,7 @@ class RunConfig:
     data: str = flag("arithmetic", "arithmetic[:DIGITS] (built in), FILE.jsonl[.gz], or a hub id[:CONFIG[:SPLIT]]")
     eval_data: str = flag("", "held-out data, same forms; arithmetic brings its own")
     system_prompt: str = flag("", "system message of a chat template (default: asks for <think> and <answer>)")
-    max_prompt_tokens: int = flag(1024, "longer prompts are left out, and counted aloud")
+    max_prompt_tokens: int = flag(1024, "longer prompts are left out, and the script says how many")
     trust_remote_code: bool = flag(False, "run model code that comes with the checkpoint")
     output_dir: str = flag("", "metrics.jsonl, model/, checkpoint/ and the rest go here (default: runs/SCRIPT)")
     overwrite: bool = flag(False, "replace the run that OUTPUT_DIR holds")
@@ -624,7 +624,7 @@ def arithmetic_digits(data: str) -> int:
 
 
 def read_rows(data: str, split: str) -> tuple[list[dict], list[str]]:
-    """(rows, where each stands, for messages) of the built-in data, a JSON-lines file or a hub dataset."""
+    """(rows, the place of each for error messages) of the built-in data, a JSON-lines file or a hub dataset."""
     if is_built_in(data):
         rows = arithmetic_rows(arithmetic_digits(data), split)
     elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.isfile(data):
@@ -691,15 +691,15 @@ def is_prompt(prompt) -> bool:
 
 
 def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
-    """--data and --eval_data, as problems or by another `read(data, split)`. Files have no held-out part of their own:
-    without --eval_data there is no evaluation."""
+    """--data and --eval_data, as problems or by another `read(data, split)`. A file has no held-out part: without
+    --eval_data there is no evaluation."""
     read = read or functools.partial(read_problems, need_answer=cfg.reward == "verifier")
     held_out = cfg.eval_data or (cfg.data if is_built_in(cfg.data) else "")
     return read(cfg.data, "train"), read(held_out, "eval") if held_out else []
 
 
 def encode(tokenizer, text: str, templated: bool = False) -> list[int]:
-    """Token ids of a text: one BOS where the tokenizer wants one, no EOS at its end. A template's is taken as it is."""
+    """Token ids of a text: one BOS where the tokenizer wants one, no EOS at the end. Templates bring their own."""
     ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
     if not templated and ids[:2] == [tokenizer.bos_token_id] * 2:  # the text had its own
         ids = ids[1:]
@@ -709,9 +709,9 @@ def encode(tokenizer, text: str, templated: bool = False) -> list[int]:
 
 
 def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_PROMPT) -> tuple[str, bool]:
-    """(text for the model, whether the chat template made it: then its special tokens are all there already)."""
+    """(text for the model, whether a chat template wrote it: then it has all its special tokens already)."""
     if isinstance(prompt, str) and prompt.lstrip().startswith(tuple(tokenizer.all_special_tokens)):
-        return prompt, False  # it went through a template elsewhere
+        return prompt, False  # the data is templated already
     if isinstance(prompt, str) and not tokenizer.chat_template:
         return f"{system_prompt}\n\n{prompt}" if system_prompt else prompt, False
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
@@ -726,7 +726,7 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
         if messages[0]["role"] != "system" or len(messages) == 1:
             raise UserError(f"the chat template refuses a prompt: {error}") from error
         first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
-        # Some know no system role: then it opens the first message.
+        # Some templates have no system role: let the first message begin with it.
         return render_prompt([first, *messages[2:]], tokenizer, "", default="")
 
 
@@ -751,7 +751,7 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
 
 
 class Shuffled:
-    """Endless passes over `items`, each in its own seeded order. `position` is all there is to resume."""
+    """Endless passes over `items`, each in its own seeded order. `position` is all that --resume needs."""
 
     def __init__(self, items: list, seed: int):
         self.items, self.seed, self.position = items, seed, 0
@@ -789,9 +789,9 @@ class Preference:
     prompt_ids: list[int]
     answers: list[str]
     answer_ids: list[list[int]]   # each ends with EOS, unless it was cut
-    scores: list[float]           # falling; equal ones are a tie, which makes no pair
+    scores: list[float]           # falling; equal ones are a tie and make no pair
     margin: float = 0.0           # by how much the better one is better (optional `margin` of a row)
-    ref_logprobs: tuple = ()      # of each answer under the reference, where DPO has worked them out
+    ref_logprobs: tuple = ()      # of each answer under the reference, once dpo.py has computed them
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -829,7 +829,7 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
     """Rows `prompt`, `chosen`, `rejected`; or whole dialogues without `prompt`; or `prompt`, `responses` (best first).
 
     `scores` beside `responses` put them in order, and may tie. Not yet encoded. Rows whose answers are all equal or all
-    tie (also by `tie`, or a `margin` of 0) teach nothing: they are left out and counted aloud.
+    tie (also by `tie`, or a `margin` of 0) teach nothing: they are left out, with a line that says how many.
     """
     rows, places = read_json_lines(build_tiny_preferences(data, split)) if is_built_in(data) else read_rows(data, split)
     preferences = []
@@ -850,7 +850,7 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
 
 
 def read_preference(row: dict) -> Preference | None:
-    """One row; None where it prefers nothing. A wrong row raises KeyError, ValueError or TypeError."""
+    """One row; None if it prefers nothing. A malformed one raises KeyError, ValueError or TypeError."""
     prompt = row_prompt(row)
     answers = row["responses"] if "responses" in row else [row["chosen"], row["rejected"]]
     if not isinstance(answers, list) or len(answers) < 2:
@@ -926,7 +926,7 @@ Batch = collections.namedtuple("Batch", "input_ids attention_mask mask")  # what
 
 
 def collate_preferences(preferences: list[Preference], pad_id: int, device):
-    """-> (batch, a row an answer; blocks, the rows of each preference, best first; pairs of rows [num_pairs, 2])."""
+    """-> (batch, a row for each answer; blocks, the rows of each preference, best first; pairs of rows [pairs, 2])."""
     prompts = [p.prompt_ids for p in preferences for _ in p.answer_ids]
     batch = Batch(*collate(prompts, [ids for p in preferences for ids in p.answer_ids], pad_id, device))
     rows = iter(range(len(prompts)))
