@@ -270,8 +270,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
     if name.startswith(("/", ".")) and not os.path.isdir(name):
         raise UserError(f"--model {name}: no such directory")
     with one_line_errors(f"--model {name}: no tokenizer there"):
-        # A directory's generic tokenizer counts. For some model types (Qwen2) AutoTokenizer would put the architecture's
-        # own in its place, which splits text differently.
+        # A directory's own generic tokenizer is the one to use. For some model types (Qwen2's among them) AutoTokenizer
+        # would load that of the architecture instead, which splits text differently.
         config = Path(name) / "tokenizer_config.json"
         kind = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else None
         cls = PreTrainedTokenizerFast if kind in ("TokenizersBackend", "PreTrainedTokenizerFast") else AutoTokenizer
@@ -977,7 +977,7 @@ def join_drawn(drawn, pad_id: int):
 
 @contextlib.contextmanager
 def evaluating(model):
-    """Without gradient checkpointing, which would switch the KV cache off."""
+    """All modules in evaluation mode: gradient checkpointing would switch the KV cache off."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -1118,7 +1118,7 @@ class RoomyLayer(DynamicLayer):
     DynamicLayer copies all its keys and values to append a token, and again to drop a row. Here a token is written
     into its column, and only the rows that change place are copied.
     """
-    column = None  # of a GraphStep, a tensor: where to write; `width` then says how many columns to read
+    column = None  # set by GraphStep: a tensor, the column to write; attention then reads `width` columns
 
     def __init__(self, layer: DynamicLayer, room: int):
         super().__init__()
@@ -1152,11 +1152,11 @@ class RoomyLayer(DynamicLayer):
 
 
 class GraphStep:
-    """One decoding step of the m rows of a batch as a CUDA graph: one launch, not one for each of a model's kernels.
+    """One decoding step of a batch of m rows as a CUDA graph: one launch, not one for each of the model's kernels.
 
-    A replay does again what was captured, at the same addresses. So what changes from step to step lies in tensors
-    that `__call__` fills, and attention reads a fixed `width` of the cache, where columns to come are masked. When
-    those are full, or half of the rows have ended, `decode` captures another graph.
+    A replay repeats what was captured, at the same addresses. So what changes from step to step is in tensors that
+    `__call__` fills, and attention reads a fixed `width` of the cache, with the columns to come masked. When those are
+    full, or half of the rows have ended, `decode` captures another graph.
     """
 
     def __init__(self, model, cache, mask, column: int):
@@ -1168,17 +1168,18 @@ class GraphStep:
         for layer in cache.layers:
             layer.column, layer.width = self.column, self.width  # not self: a cycle would keep the cache in memory
         self.graph = None
-        if mask.is_cuda:  # else each call runs the same kernels one by one: for tests
+        if mask.is_cuda:  # on a CPU, for tests, each call runs the same kernels one by one
             stream = capture_stream()
             with without_hooks(model):
                 stream.wait_stream(torch.cuda.current_stream())
                 try:
-                    with torch.cuda.stream(stream), no_waiting():  # a first run, outside: libraries set themselves up
+                    with torch.cuda.stream(stream), no_waiting():  # a first run, not captured: libraries set up
                         self.run()
                 finally:  # also where it failed half-way: what it queued writes into the cache
                     torch.cuda.current_stream().wait_stream(stream)
                 self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):  # for NCCL's
+                # thread_local: NCCL's own thread may call CUDA meanwhile
+                with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                     self.logits = self.run()
 
     def run(self):
@@ -1201,14 +1202,15 @@ class GraphStep:
 
 @functools.cache
 def capture_stream():
-    """One for all graphs: each stream keeps a workspace for matrix products."""
+    """One stream for all graphs: each keeps a workspace for matrix products."""
     return torch.cuda.Stream()
 
 
 @contextlib.contextmanager
 def no_waiting():
-    """Inside, what waits for the GPU raises RuntimeError: for a first run, as in a capture it breaks the allocator."""
-    with warnings.catch_warnings(action="ignore"):  # of a prototype
+    """Whatever waits for the GPU raises RuntimeError: better in the first run than in a capture, where the allocator
+    would break."""
+    with warnings.catch_warnings(action="ignore"):  # that this mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -1217,14 +1219,14 @@ def no_waiting():
 
 
 def can_use_graph(model, cache) -> bool:
-    """A 4D mask of booleans is right for "sdpa" alone; sliding windows and the like keep caches of other kinds."""
+    """Only "sdpa" takes a 4D mask of booleans; sliding windows and the like have caches of other kinds."""
     return (model.device.type == "cuda" and not hasattr(model, "no_graph")
             and model.config._attn_implementation == "sdpa" and takes(model, "position_ids")
             and all(isinstance(layer, RoomyLayer) for layer in cache.layers))
 
 
 def capture_step(model, cache, mask, column: int) -> GraphStep | None:
-    """None, with a warning, where the model does something that a graph can not hold: then steps run without one."""
+    """None, with a warning, if the model does something that a graph cannot hold: then steps run without one."""
     try:
         return GraphStep(model, cache, mask, column)
     except torch.OutOfMemoryError:
@@ -1238,7 +1240,7 @@ def capture_step(model, cache, mask, column: int) -> GraphStep | None:
 
 @contextlib.contextmanager
 def without_hooks(model):
-    """FSDP's hooks wait for other streams, which a capture can not hold. Parameters are gathered: none is needed."""
+    """FSDP's hooks wait for other streams, which a capture cannot hold. With parameters gathered, none is needed."""
     names = ("_forward_pre_hooks", "_forward_hooks")
     kept = [(module, name, getattr(module, name)) for module in model.modules() for name in names]
     for module, name, hooks in kept:
@@ -1283,7 +1285,7 @@ def just_below(threshold: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 # --------------------------------------------------------------------------------------------------- log-probs
 
 HEAD_SLICE = {"cpu": 2 ** 25, "cuda": 2 ** 27}  # logits (tokens × vocabulary) at a time: 128 MB, 512 MB in float32
-SHARED_TOKENS = 400   # prompts are read once where that saves so many, and a fifth: else the second pass costs more
+SHARED_TOKENS = 400  # prompts are read once if that saves so many tokens, and a fifth: else a second pass costs more
 
 
 def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int, temperature: float = 1.0):
@@ -1300,10 +1302,10 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
 
 
 def hidden_states(model, input_ids, attention_mask, T: int, row, column):
-    """Hidden states [n, H] of rows `row` [n] when they have read their prompt and `column` [n] of their last T tokens.
+    """Hidden states [n, H] of rows `row` [n] after they have read their prompt and `column` [n] of their last T tokens.
 
-    Each row is shifted left by its padding, so that it begins at column 0 with position 0. What follows a token can
-    not change it in a causal model, so no attention mask is needed and the fast causal kernels run.
+    Each row is shifted left by its padding, so that it begins at column 0 with position 0. In a causal model what
+    follows a token cannot change it, so no attention mask is needed and the fast causal kernels run.
     """
     B, L = len(input_ids), input_ids.shape[1] - T
     prompt = attention_mask[:, :L].sum(1)  # [B] tokens
@@ -1311,7 +1313,7 @@ def hidden_states(model, input_ids, attention_mask, T: int, row, column):
     distinct, of = input_ids[:, :L].where(attention_mask[:, :L] > 0, -1).unique(dim=0, return_inverse=True)
     saved = B * width - len(distinct) * L - B * last
     saves = 0 < last <= T and saved > max(B * width / 5, SHARED_TOKENS) and can_share_prompts(model)
-    if on_all_ranks(saves):  # FSDP gathers layer by layer on all of them
+    if on_all_ranks(saves):  # the same passes everywhere, for FSDP gathers layer by layer
         return read_prompts_once(model, distinct, of, input_ids[:, L:L + last], width)[row, column]
     ids = shift_left(input_ids, attention_mask, width)
     return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[row, prompt[row] + column - 1]
@@ -1325,7 +1327,7 @@ def shift_left(input_ids, attention_mask, width: int):
 
 
 def can_share_prompts(model) -> bool:
-    """Recomputing activations switches the KV cache off; sliding windows and the like keep caches of other kinds."""
+    """Recomputing activations switches the KV cache off; sliding windows and the like have caches of other kinds."""
     return (model.config._attn_implementation in ("sdpa", "eager") and takes(model, "position_ids")
             and not hasattr(model.config, "window_size")  # GPT-Neo's local attention counts columns, padding too
             and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
@@ -1337,7 +1339,7 @@ def read_prompts_once(model, prompts, prompt_of, completions, width: int):
 
     prompts [U, L], -1 for padding on the left; prompt_of [B], the prompt of each row; completions [B, T]. The KV cache
     of a prompt is copied to its rows, which go on from there; gradients flow back through the copies. Padding gets no
-    position beyond `width`, the longest row: it may be beyond the context.
+    position beyond `width`, the longest row: the context may end there.
     """
     (B, T), L, real = completions.shape, prompts.shape[1], prompts >= 0
     cache = DynamicCache(config=model.config)
@@ -1414,7 +1416,7 @@ class TargetLogprobs(torch.autograd.Function):
         logp, targets, entropy = ctx.saved_tensors
         grad = (torch.zeros_like(entropy) if grad is None else grad)[:, None] / ctx.temperature
         out, factor = logp.exp(), -grad
-        if grad_entropy is not None:  # logp is nobody else's
+        if grad_entropy is not None:  # logp is not needed again
             factor = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None] / ctx.temperature).sub_(grad)
         return out.mul_(factor).scatter_add_(-1, targets[:, None], grad), None, None
 
@@ -1470,7 +1472,7 @@ def sequence_scores(model, input_ids, attention_mask, T: int = 0):
 
 
 def scores_at(model, *where):
-    """The head's scores [n, 1] at what `hidden_states` finds there; in float32, as bfloat16 would tie close ones."""
+    """The head's scores [n, 1] of `hidden_states(model, *where)`, in float32: bfloat16 would tie close ones."""
     bias = None if model.score.bias is None else model.score.bias.float()
     return F.linear(hidden_states(model, *where).float(), model.score.weight.float(), bias)
 
@@ -1479,7 +1481,7 @@ def scores_at(model, *where):
 def rollout_values(model, rollout: Rollout, minibatches, max_tokens: int, compute=token_values) -> torch.Tensor:
     """Values [N, T] of the rows of `minibatches`, without gradient; 0 elsewhere, and where the model is None.
 
-    In the micro-batches of the update, so that in bfloat16 they round alike. Holds only this rank's share.
+    Computed in the micro-batches of the update, so that in bfloat16 both round alike. Only this rank's share is filled.
     """
     out = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
     for minibatch in minibatches if model is not None else []:
