@@ -1564,7 +1564,7 @@ def load_reward(cfg, wrong: float = 0.0):
 
     def score(problems: list[Problem], rollout: Rollout):
         G, judged = len(rollout.completions) // len(problems), []
-        with torch.random.fork_rng(devices=[]):  # whatever a function draws, the ranks must go on drawing alike
+        with torch.random.fork_rng(devices=[]):  # a function may draw numbers; the ranks must stay in step
             for i in my_share(len(rollout.completions)):
                 reward = judge(problems[i // G], rollout.completions[i])
                 bonus = cfg.format_reward * format_reward(rollout.completions[i]) if cfg.format_reward else 0.0
@@ -2061,7 +2061,7 @@ def say(message: str) -> None:
 
 
 def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
-    """An all-zero step is no bug but no progress either: say what it means and what to try."""
+    """A step whose advantages are all 0 is no bug, but no progress either: say what it means and what to try."""
     if not advantages.any():
         say(f"step {step}: the rewards of every group are equal, so all advantages are 0 and nothing is learned. If "
             "this goes on: easier or harder problems, a larger --group_size, a higher --temperature, more "
@@ -2080,7 +2080,7 @@ def make_optimizer(model, cfg, betas=(0.9, 0.999)):
         layer.requires_grad_(False)
     if cfg.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        with one_line_errors("--gradient_checkpointing"):  # a few old architectures have none
+        with one_line_errors("--gradient_checkpointing"):  # which a few old architectures lack
             enable({"use_reentrant": False})
         for module in model.modules():  # layers recompute in training mode only
             module.training = hasattr(module, "gradient_checkpointing")
@@ -2127,7 +2127,7 @@ class Run:
         if cfg.log_to != "none" and not importlib.util.find_spec(cfg.log_to):
             raise UserError(f"--log_to {cfg.log_to}: pip install {cfg.log_to}")
         self.device = setup_device()
-        warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # of one process: it is meant
+        warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # that there is one process
         transformers.set_seed(cfg.seed)
 
     def check_directory(self):
@@ -2163,7 +2163,7 @@ class Run:
                                 "that would be another run")
 
     def start(self, data: Shuffled, **trained) -> None:
-        """Everything is loaded and checked: create the directory, or take up its checkpoint.
+        """Everything is loaded and checked: create the directory, or go on from its checkpoint.
 
         trained: name=(model, optimizer, schedule) for each model that trains. `data.position` is saved with them.
         """
@@ -2225,7 +2225,7 @@ class Run:
             yield step
 
     def timing(self, num_tokens: int) -> dict[str, float]:
-        """Of the step so far: call it before the evaluation."""
+        """Metrics of the step so far: call it before the evaluation."""
         seconds = time.perf_counter() - self.began
         memory = torch.cuda.max_memory_allocated() / 2 ** 20 if self.device.type == "cuda" else \
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 20 if sys.platform == "darwin" else 2 ** 10)
@@ -2244,7 +2244,7 @@ class Run:
         if math.isfinite(norm) and math.isfinite(loss):
             optimizer.step()
             schedule.step()
-            if self.bad_model in (None, model):  # of two models, the good one does not excuse the other
+            if self.bad_model in (None, model):  # of two models, a good update of one does not excuse the other
                 self.bad_steps = 0
         else:
             self.bad_steps, self.bad_model = self.bad_steps + 1, model
@@ -2260,7 +2260,7 @@ class Run:
         return step % self.cfg.eval_every == 0 or step == self.cfg.steps
 
     def log_samples(self, step: int, problems, rollout: Rollout, rewards, advantages) -> None:
-        """A few completions of the step, in samples.jsonl: the first two of the first four prompts."""
+        """A few completions of the step for samples.jsonl: the first two of each of the first four prompts."""
         if rank() == 0:
             G = rewards.shape[1]
             with open(self.directory / "samples.jsonl", "a") as file:
@@ -2302,16 +2302,16 @@ class Run:
     # checkpoint/step-000020/ holds the sharded tensors (torch.distributed.checkpoint) and state.pt (all the rest)
 
     def tensors(self, names: list[str]) -> dict:
-        """Models and optimizers, in the form that torch.distributed.checkpoint saves and fills in place."""
+        """Models and optimizers in the form that torch.distributed.checkpoint saves, and fills in place."""
         return {name: dict(zip(("model", "optimizer"), get_state_dict(*self.trained[name][:2]))) for name in names}
 
     def save_checkpoint(self) -> None:
         """Write to a temporary name, flush, rename; only then remove the previous one. Collective."""
         final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
         temporary = final.with_name("unfinished")
-        # Before its first update an optimizer has no state, and its model is as it was loaded. (get_state_dict would
-        # make a state by a step at rate 0, which AdamW counts.)
-        # Nor has a parameter that no gradient reached: the image tower of a model that reads text here.
+        # Which parameters have an optimizer state. Before the first update none has, and the model is as it was loaded:
+        # nothing to save. (get_state_dict would make a state by a step at rate 0, which AdamW counts.) Later all have
+        # one but those that no gradient reaches: the image tower of a model that only reads text here.
         stepped = {name: [parameter in optimizer.state for parameter in optimizer.param_groups[0]["params"]]
                    for name, (_, optimizer, _) in self.trained.items() if optimizer.state}
         kind, keys, *rest = np.random.get_state()  # keys is an array, which weights_only=True would not load
@@ -2353,7 +2353,7 @@ class Run:
                     optimizer = self.trained[name][1]
                     for parameter, had_state in zip(optimizer.param_groups[0]["params"], stepped, strict=True):
                         parameter.grad = torch.zeros_like(parameter) if had_state else None
-                    optimizer.step()  # makes the state of those alone, for dcp.load to fill
+                    optimizer.step()  # creates the state of those parameters, for dcp.load to fill
                     optimizer.zero_grad()
                 tensors = self.tensors(state["stepped"])
                 dcp.load(tensors, checkpoint_id=path)
@@ -2374,7 +2374,7 @@ class Run:
             raise UserError(f"--resume: {self.directory} has done {self.next_step - 1} steps, more than --steps")
 
     def drop_later_lines(self) -> None:
-        """Lines of steps that will be done again, written after the checkpoint was."""
+        """Drop the log lines written after the checkpoint: their steps are done again."""
         for path in (self.directory / "metrics.jsonl", self.directory / "samples.jsonl"):
             if path.exists():
                 kept = []
@@ -2388,7 +2388,7 @@ class Run:
 
 
 def innermost(error: BaseException) -> str:
-    """The first line of the error at the bottom of a chain, for a one-line message."""
+    """The first line of the error at the root of a chain, for a one-line message."""
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
