@@ -2308,6 +2308,8 @@ class Run:
     def save_checkpoint(self) -> None:
         """Write to a temporary name, flush, rename; only then remove the previous one. Collective."""
         final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
+        if gather_in_order([final.exists()])[0]:  # the run ends within the step that follows it: --resume repeats that
+            return
         temporary = final.with_name("unfinished")
         # Which parameters have an optimizer state. Before the first update none has, and the model is as it was loaded:
         # nothing to save. (get_state_dict would make a state by a step at rate 0, which AdamW counts.) Later all have
@@ -2330,7 +2332,6 @@ class Run:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
-            shutil.rmtree(final, ignore_errors=True)
             os.rename(temporary, final)
             for older in self.checkpoints()[:-1]:
                 shutil.rmtree(older)

@@ -375,6 +375,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch, whole_run
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(torch, "save", full)
+    common.Run.save_checkpoint(run)  # it is there already, and must not make way for another of the same step
     run.next_step = 1
     monkeypatch.setattr(common.dcp, "save", lambda *a, **k: None)
     with pytest.raises(common.TrainingFailed, match="No space left on device.*step-000000 is intact"):
