@@ -34,8 +34,8 @@ class Config(common.RunConfig):
                                    "of a reward model")
     format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
     dynamic_sampling: bool = flag(True, "sample until there are P groups with 0 < correct < G")
-    max_generation_batches: int = flag(10, "at most so many times; then the step makes do with what it has")
-    overlong_buffer: int = flag(8, "the last so many tokens before max_new_tokens cost up to 1 (paper: 4,096); 0: off")
+    max_generation_batches: int = flag(10, "at most this many times; then the step makes do with what it has")
+    overlong_buffer: int = flag(8, "the last tokens before max_new_tokens, which cost up to 1 (paper: 4,096); 0: off")
     overlong_filtering: bool = flag(False, "truncated completions get no loss; they still count in their group")
     loss_average: Literal["token", "prompt", "sequence"] = flag("token", "see token_weights")
     minibatches: int = flag(1, "optimizer steps per pass over the rollout batch")
@@ -64,7 +64,7 @@ def soft_overlong_penalty(lengths: torch.Tensor, max_new_tokens: int, buffer: in
 
 
 def informative_groups(correct: torch.Tensor) -> torch.Tensor:
-    """correct bool [P, G] -> bool [P]: 0 < Σ correct < G (eq. 11). The others' advantages are 0, or about length."""
+    """correct bool [P, G] -> bool [P]: 0 < Σ correct < G (eq. 11). The others could teach length alone."""
     return correct.any(dim=1) & ~correct.all(dim=1)
 
 

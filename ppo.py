@@ -32,9 +32,9 @@ class Config(common.RunConfig):
     reward: str = flag("verifier", "verifier, FILE.py:FUNCTION called with (prompt, completion, row), or the directory "
                                    "of a reward model")
     format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
-    normalize_scores: bool = flag(True, "a reward model's scores less their mean over the first rollout, by their std "
-                                        "(Ziegler et al.): so that β, ε_v and the next flag fit any of them")
-    missing_eos_score: str = flag("-1", "the score of a completion without EOS, or none: what --reward says (N+: -1)")
+    normalize_scores: bool = flag(True, "a reward model's scores minus their mean over the first rollout, divided by "
+                                        "their std (Ziegler et al.): β, ε_v and the next flag then fit any of them")
+    missing_eos_score: str = flag("-1", "the score of a completion without EOS; none: the one --reward gives (N+: -1)")
     kl_coef: float = flag(0.2, "β: weight of the KL penalty in the reward; 0 loads no reference (N+: 0.05)")
     kl_target: float = flag(0.0, "nats per completion: β is adapted to hold the KL there; 0: β stays (Ziegler: 6)")
     gamma: float = flag(1.0, "γ: discount (InstructGPT: 1)")
@@ -184,7 +184,7 @@ def main(cfg: Config) -> None:
         if cfg.missing_eos_score != "none":
             rewards = rewards.where(rollout.finished[:, None], float(cfg.missing_eos_score))
 
-        # 3. Advantages: each token's rewards to come against the critic's values, whitened. Ranks share the forwards.
+        # 3. Advantages: each token's rewards to come against the critic's values, whitened. Ranks share the work.
         minibatches = torch.randperm(len(rollout.mask)).tensor_split(cfg.minibatches)  # row numbers, shuffled
         old_logprobs = common.sum_over_ranks(common.rollout_logprobs(
             policy, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature))  # [N, T]
