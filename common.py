@@ -287,7 +287,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
 
 @contextlib.contextmanager
 def one_line_errors(what: str):
-    """transformers and datasets answer a wrong name with many kinds of exception: each becomes one clear line."""
+    """A wrong name or path raises many kinds of exception, in the libraries above all: each becomes one clear line."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -2171,10 +2171,8 @@ class Run:
         if self.cfg.resume:
             self.load_checkpoint()
         else:
-            try:
+            with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
                 on_main_rank_first(self.make_directory)
-            except OSError as error:
-                raise UserError(f"--output_dir {self.directory}: {error.strerror}") from error
             self.save_checkpoint()
         if rank() == 0:
             self.drop_later_lines()
