@@ -2296,6 +2296,9 @@ class Run:
         save_model(model, tokenizer, self.directory / "model")
         self.bar.close()
         say(f"saved {self.directory / 'model'}")
+        if self.cfg.log_to == "wandb":
+            import wandb
+            wandb.finish()  # not left to the interpreter's exit: with several processes `launch` skips it
 
     # checkpoint/step-000020/ holds the sharded tensors (torch.distributed.checkpoint) and state.pt (all the rest)
 
