@@ -721,7 +721,7 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
         return "\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages) + "\n\nAssistant:", False
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False,
-                                             enable_thinking=True), True  # some close <think> at once without it
+                                             enable_thinking=True), True  # without it some close <think> at once
     except jinja2.TemplateError as error:
         if messages[0]["role"] != "system" or len(messages) == 1:
             raise UserError(f"the chat template refuses a prompt: {error}") from error
@@ -790,7 +790,7 @@ class Preference:
     answers: list[str]
     answer_ids: list[list[int]]   # each ends with EOS, unless it was cut
     scores: list[float]           # falling; equal ones are a tie and make no pair
-    margin: float = 0.0           # by how much the better one is better (optional `margin` of a row)
+    margin: float = 0.0           # how much better the better answer is (`margin` of a row, optional)
     ref_logprobs: tuple = ()      # of each answer under the reference, once dpo.py has computed them
 
     @property
@@ -1309,9 +1309,10 @@ def hidden_states(model, input_ids, attention_mask, T: int, row, column):
     """
     B, L = len(input_ids), input_ids.shape[1] - T
     prompt = attention_mask[:, :L].sum(1)  # [B] tokens
+    # how many columns to read: of completions, of whole rows
     last, width = (int(x.max()) if len(row) else 1 for x in (column, prompt[row] + column))
     distinct, of = input_ids[:, :L].where(attention_mask[:, :L] > 0, -1).unique(dim=0, return_inverse=True)
-    saved = B * width - len(distinct) * L - B * last
+    saved = B * width - len(distinct) * L - B * last  # tokens
     saves = 0 < last <= T and saved > max(B * width / 5, SHARED_TOKENS) and can_share_prompts(model)
     if on_all_ranks(saves):  # the same passes everywhere, for FSDP gathers layer by layer
         return read_prompts_once(model, distinct, of, input_ids[:, L:L + last], width)[row, column]
@@ -2069,7 +2070,7 @@ def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of the values where the mask is true; 0 where it never is. For metrics: losses get their weights."""
+    """Mean of the values where the mask is true; 0 where it never is. For metrics; losses have weights."""
     return values.detach().where(mask, 0).sum() / mask.sum().clamp(min=1)
 
 
