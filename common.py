@@ -623,8 +623,8 @@ def arithmetic_digits(data: str) -> int:
     return int(digits)
 
 
-def read_rows(data: str, split: str) -> tuple[list[dict], list[str]]:
-    """(rows, the place of each for error messages) of the built-in data, a JSON-lines file or a hub dataset."""
+def read_rows(data: str, split: str) -> list[tuple[dict, str]]:
+    """The rows of the built-in data, a JSON-lines file or a hub dataset, each with its place for error messages."""
     if is_built_in(data):
         rows = arithmetic_rows(arithmetic_digits(data), split)
     elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.isfile(data):
@@ -635,20 +635,20 @@ def read_rows(data: str, split: str) -> tuple[list[dict], list[str]]:
         name, config, own_split = (data.split(":") + [None, None])[:3]
         with one_line_errors(f"{data}: cannot load that dataset"):
             rows = list(datasets.load_dataset(name, config, split=own_split or ("test" if split == "eval" else split)))
-    return rows, [f"{data} row {i}" for i in range(1, len(rows) + 1)]
+    return [(row, f"{data} row {i}") for i, row in enumerate(rows, 1)]
 
 
-def read_json_lines(path: Path) -> tuple[list[dict], list[str]]:
+def read_json_lines(path: Path) -> list[tuple[dict, str]]:
     """One JSON object a line, gzipped or not. Empty lines are skipped; a broken one is named."""
-    rows, places, number = [], [], 0
+    rows, number = [], 0
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    rows.append(json.loads(line))
-                    places.append(f"{path} line {number}")
-                    if not isinstance(rows[-1], dict):
-                        raise UserError(f"{places[-1]}: want a JSON object, got {type(rows[-1]).__name__}")
+                    row, place = json.loads(line), f"{path} line {number}"
+                    if not isinstance(row, dict):
+                        raise UserError(f"{place}: want a JSON object, not {type(row).__name__}")
+                    rows.append((row, place))
     except json.JSONDecodeError as error:
         raise UserError(f"{path} line {number}: not JSON ({error.msg} at column {error.colno})") from None
     except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
@@ -656,7 +656,7 @@ def read_json_lines(path: Path) -> tuple[list[dict], list[str]]:
         raise UserError(f"{path}{f' after line {number}' if number else ''}: {reason}") from None
     if not rows:
         raise UserError(f"{path}: no rows")
-    return rows, places
+    return rows
 
 
 def read_problems(data: str, split: str = "train", need_answer: bool = True) -> list[Problem]:
@@ -665,7 +665,7 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
     A gold answer inside a worked solution (GSM8K's `#### 18`, MATH's `\\boxed{18}`) is taken out of it.
     """
     problems = []
-    for row, place in zip(*read_rows(data, split)):
+    for row, place in read_rows(data, split):
         prompt = row_prompt(row)
         if not is_prompt(prompt):
             raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem")
@@ -831,9 +831,9 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
     `scores` beside `responses` put them in order, and may tie. Not yet encoded. Rows whose answers are all equal or all
     tie (also by `tie`, or a `margin` of 0) teach nothing: they are left out, with a line that says how many.
     """
-    rows, places = read_json_lines(build_tiny_preferences(data, split)) if is_built_in(data) else read_rows(data, split)
+    source = str(build_tiny_preferences(data, split)) if is_built_in(data) else data
     preferences = []
-    for row, place in zip(rows, places):
+    for row, place in read_rows(source, split):
         try:
             preferences.append(read_preference(row))
         except KeyError as missing:
@@ -843,8 +843,7 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
     kept = [preference for preference in preferences if preference]
     if not kept:
         raise UserError(f"{data}: no rows left")
-    if len(kept) < len(preferences):
-        left_out = len(preferences) - len(kept)
+    if left_out := len(preferences) - len(kept):
         say(f"{data}: left out {left_out} of {len(preferences)} rows whose answers are equal or tie")
     return kept
 
