@@ -138,7 +138,7 @@ def parse_config(Config, args: list[str]):
         try:
             import yaml  # JSON is YAML
             settings = yaml.safe_load(Path(args[0]).read_bytes())
-        except (OSError, yaml.YAMLError, ValueError) as problem:
+        except (OSError, yaml.YAMLError, ValueError, RecursionError) as problem:
             raise UserError(f"{args[0]}: {str(problem).splitlines()[0]}")
         if not isinstance(settings, dict):
             raise UserError(f"{args[0]}: want a mapping from flag names to values")
@@ -1269,11 +1269,11 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor | None, temperature
     weights = weights.view(n, -1, size)
     below = weights.sum(-1, dtype=torch.float64).cumsum(-1)  # [n, blocks]
     threshold = just_below(uniforms[:, None] * below[:, -1:], below[:, -1:])  # [n, 1]
-    block = torch.searchsorted(below, threshold, right=True)
+    block = torch.searchsorted(below, threshold, right=True).clamp(max=below.shape[1] - 1)  # beyond: NaN logits
     threshold = threshold - F.pad(below, (1, 0)).gather(1, block)  # what is left of it in the block
     below = weights[torch.arange(n, device=block.device), block[:, 0]].cumsum(-1, dtype=torch.float64)  # [n, size]
     token = torch.searchsorted(below, just_below(threshold, below[:, -1:]), right=True)
-    return (block * size + token)[:, 0]
+    return (block * size + token)[:, 0].clamp(max=V - 1)
 
 
 def just_below(threshold: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

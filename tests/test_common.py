@@ -280,6 +280,13 @@ def test_a_token_of_probability_zero_is_never_drawn():
         assert common.pick_tokens(logits, torch.tensor([u], dtype=torch.float64), 1.0).item() in (1, 3)
 
 
+@pytest.mark.parametrize("size", [5, 1000])
+def test_a_broken_policy_still_gives_token_ids(size):
+    """Its NaN loss is what ends the run, with a message; an index error here would hide it."""
+    tokens = common.pick_tokens(torch.full((4, size), math.nan), torch.rand(4, dtype=torch.float64), 1.0)
+    assert ((0 <= tokens) & (tokens < size)).all()
+
+
 def test_the_rollouts_parts_agree():
     model, tokenizer = random_model("Qwen2")
     rollout = common.sample(model, tokenizer, PROMPTS, 8, 30)
