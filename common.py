@@ -1658,56 +1658,60 @@ def load_reward_function(spec: str):
 
 # --------------------------------------------------------------------------------------------------- verifiers
 #
-# Model text is data: it is read by a small recursive-descent evaluator, never run. Everything is bounded (length,
-# nesting, size of numbers, length of lists), so that no text takes long, and nothing raises.
+# From a completion to a verdict: `extract_answer` finds the answer, `_clean` brings both answers to one notation,
+# `_same` takes relations, lists, tuples and intervals apart, `_same_value` compares the parts, with the help of
+# `_values` where they are formulas. Model text is data: it is read by a small recursive-descent evaluator, never run.
+# Everything is bounded (length, nesting, size of numbers, length of lists): no text takes long, and nothing raises.
 
 LONGEST_COMPLETION, LONGEST_ANSWER, LONGEST_LIST, DEEPEST, MOST_BITS = 20_000, 400, 20, 30, 8_000
 
-_LINE = re.compile(  # under a heading the answer may stand on the next line, if that does not begin a sentence
-    r"^[ \t]*(?:(#+ (?:\*\*)?|\*\*)?(?:A:\*{0,2}|(?i:(?:final )?answer)\**[ \t]*(?::\*{0,2}(?(1)(?:\s*\n[ \t]*"
-    r"(?![A-Z][\w']* [a-z]))?)|\n(?:\s*\n)?[ \t]*(?![A-Z][\w']* [a-z])))|####)"
-    r"[ \t]*(?:(?:\\\[|\$\$)[ \t]*\n\s*)?(?P<answer>\**[^\s*].*)", re.M)
-_BRACE = re.compile(r"\\f?box(?:ed)?(?:(?P<box>\s*{)|[ \t]+(?P<bare>[^\s\\${}]+))|(?P<open>{)|(?P<close>})|\\.", re.S)
+_BARE_BOX = re.compile(r"\\boxed +([^\s\\${}]+)")
+_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
+_HEADING = re.compile(r"""
+    ^[ \t]* (?:
+      # **Answer:** 18 or # Answer; then it may stand on the next line, if that does not begin a sentence
+      (?: \#+[ ]\** | \*\* ) (?: A (?= \**: ) | (?i:(?:final[ ])?answer) (?= \**[ \t]* (?: : | $ ) ) )
+      (?: [\s*:$] | \\\[ )* (?= [^\s*:$] ) (?! [A-Z][\w']*[ ][a-z] )
+    |
+      # Answer: 18 or A: 18 or #### 18
+      (?: A: | (?i:(?:final[ ])?answer:) | \#\#\#\# ) [ \t]* (?: (?: \\\[ | \$\$ ) \s* )?
+    ) (\**[^\s*].*)""", re.X | re.M)
+_BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|(?P<open>\{)|(?P<close>\})|\\[{}]")
+_DRESSING = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")
+_PHRASE = re.compile(r"""
+    ^.* answer (?: [ ]is | : | [ ]= ) :? \** \s* (?=\S)                             # the final answer is:
+    (.*?) (?= $ | [.!] (?: [\s*] | $ ) | ,?[ ] (?: because | since | so ) [ ] )     # 18 dollars because ...
+    """, re.X | re.I | re.M)
 _BOLD = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])")  # not x**2
-_AROUND_AND = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")
-_PHRASE = re.compile(r"^.*answer(?: is|:| =)(?: (?:equal to|therefore|thus|simply))?:?\**\s*(?=\S)"
-                     r"(.*?)(?=$|[.!](?:[\s*]|$)|,? (?:because|since|so) )", re.I | re.M)
 
 
 def extract_answer(text) -> str | None:
     """The final answer of a completion, or None: what stands in its last <answer>…</answer> or \\boxed{…}, or after
     its last `####`, `# Answer`, `Answer:` or `A:` at the start of a line; failing these, after "the answer is".
     """
-    text, answer = str(text)[-LONGEST_COMPLETION:], None
+    text, answer = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None
     for _ in range(3):  # <answer>\boxed{18}</answer> has one inside the other
-        if (marked := _last_marked(text)) is None:
+        marked = [(mark.end(1), mark[1]) for kind in (_TAGGED, _HEADING) for mark in kind.finditer(text)]
+        if not (marked := marked + _in_boxes(text)):
             break
-        text = answer = marked
+        text = answer = max(marked)[1].strip()
     if phrases := _PHRASE.findall(text):  # perhaps "Answer: The final answer is $18$. I hope it is correct."
         answer = phrases[-1].strip()
     return _BOLD.sub("", answer or "") or None
 
 
-def _last_marked(text: str) -> str | None:
-    found = [(line.end(), line["answer"]) for line in _LINE.finditer(text)]  # (where it ends, answer)
-    if (end := text.rfind("</answer>")) >= 0 and (start := text.rfind("<answer>", 0, end)) >= 0:
-        found.append((end, text[start + len("<answer>"):end]))
-    opened, boxes = [], []  # of each open brace the match, if a box begins there; (where it ends, answer)
-    for brace in _BRACE.finditer(text, first.start()) if (first := re.search(r"\\f?box", text)) else ():
-        kind = brace.lastgroup
-        if kind in ("box", "open"):
-            opened.append(brace if kind == "box" else None)
-        elif kind == "bare":
-            boxes.append((brace.end(), brace["bare"]))
-        elif kind == "close" and opened and (box := opened.pop()):
-            if not (answer := text[box.end():brace.start()].strip()):
-                continue
-            near = boxes and box.start() - boxes[-1][0] < 40
-            between = _AROUND_AND.sub("", text[boxes[-1][0] + 1:box.start()]) if near else ""
-            if between in (",", "and", "or", ",and"):  # \boxed{1} and \boxed{2}
-                answer = f"{boxes[-1][1]}, {answer}"
-            boxes.append((brace.start(), answer))
-    return max(found + boxes)[1].strip() if found or boxes else None
+def _in_boxes(text: str) -> list[tuple[int, str]]:
+    """"\\boxed{1} and \\boxed{\\frac12}" -> [(8, "1"), (29, "1, \\frac12")]: where each ends, and its answer."""
+    opened, found = [], []
+    for brace in _BRACE.finditer(text):
+        if brace["box"] or brace["open"]:
+            opened.append(brace)
+        elif brace["close"] and opened and (box := opened.pop())["box"]:
+            if answer := text[box.end():brace.start()].strip():
+                if found and _DRESSING.sub("", text[found[-1][0] + 1:box.start()]) in (",", "and", "or", ",and"):
+                    answer = f"{found[-1][1]}, {answer}"
+                found.append((brace.start(), answer))
+    return found
 
 
 def format_reward(text) -> float:
@@ -1717,6 +1721,9 @@ def format_reward(text) -> float:
     return float(once and bool(re.fullmatch(r"<think>.*</think>\s*<answer>.*</answer>", text, re.S)))
 
 
+_NUMBER = re.compile(r"-?(?:\d+/\d+|\d*\.?\d+)", re.ASCII)
+
+
 def is_equivalent(prediction, answer) -> bool:
     """Whether two answers mean the same: numbers by exact value, sets and lists of solutions in any order, tuples and
     intervals in theirs, formulas by their value at three points, text by its letters. Never a tolerance for decimals,
@@ -1724,11 +1731,12 @@ def is_equivalent(prediction, answer) -> bool:
     """
     if prediction is None or answer is None:
         return False
-    a, b = (extract_answer(side) or side if re.search(r"<answer>|\\f?box|####", side[-LONGEST_COMPLETION:]) else side
-            for side in (str(prediction), str(answer)))
+    a, b = (extract_answer(side) or str(side) for side in (prediction, answer))
     if max(len(a), len(b)) > LONGEST_ANSWER:
-        return a.strip() == b.strip() != ""
+        return a.strip() == b.strip()
     try:
+        if _NUMBER.fullmatch(a) and _NUMBER.fullmatch(b):
+            return Fraction(a) == Fraction(b)
         return _same(_clean(a), _clean(b))
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
         return False
@@ -1737,234 +1745,245 @@ def is_equivalent(prediction, answer) -> bool:
 _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currency, percent and degrees are left out
     "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \! \( \) \[ \] \$ $ € £ \% % °",
     " ": r"\, \: \; \quad \qquad ~ \ ", ",": ";", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄", "^": "**",
-    "=": r"\approx ≈", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
+    "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
     "≠": r"\ne \neq !=", "∪": r"\cup", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
     ":": r"\colon", "|": r"\vert \lvert \rvert \mid", "^2": "²", "^3": "³", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
     "\\emptyset": r"\varnothing ∅", " or ": r"\lor \vee", " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼",
     " 3/4": "¾", "\\frac": r"\dfrac \tfrac \cfrac", "\\binom": r"\dbinom \tbinom",
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, ])\d{3})(?:\1\d{3})*(?![\d,/])")
+_SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|[<>!]=|[$%~;]|[^\x00-\x7f]"  # whatever may be a key of _SPELLINGS
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_REWRITES = [(re.compile(pattern), ours) for pattern, ours in [
+_REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
+    # symbols and words
     (_BOLD, ""),
-    (r"^((?:.*=)?(?:[^a-zA-Z\\=,≈]|\\(?:[dt]?frac|sqrt|pi|times|cdot|left|right|text\{[^{}]*\}|[^a-zA-Z]))*?(?:\d|\\pi)"
-     r"[^a-zA-Z=,≈]*?)(?:\\approx|≈)[^,≈]*$", r"\1"),  # x = \sqrt{2} \approx 1.414, but not x_1 \approx 1.414
-    (r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|[<>!]=|[$%~;]|[^\x00-\x7f]", lambda way: _SPELLINGS.get(way[0].strip(), way[0])),
-    (r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?", ""), (r"\\text\s*\{(?:\{([^{}]*)\}|([^{}]*))\}", r" \1\2 "),
-    (r"(?<=\d)\s*\^?\s*(?:\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)\b)", " "),  # 12th
-    (r"^ ?[(\[][A-E][)\]] +(?![,&/]|(?:and|or)\b|.*[(\[][A-E][)\]])(?=\S)", ""),  # (B) 12: an option's letter
-    (r"(?i)(?<=[\d}])\s*(hundred|thousand|(?:m|b|tr)illion)s?\b", lambda word: f"*10^{_ZEROS[word[1].lower()]}"),
-    (r"(?<=\{)\s+|\s+(?=\})", ""), (r"\s*\{,\}\s*", ","),
-    (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["), (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),  # matrices
-    (r"\{([^{}]+)\\choose([^{}]+)\}", r"\\binom{\1}{\2}"), (r"\\\\(?:\[\d+\w+\])?", "],["), (r"&", ","),
-    (r"\\(frac|binom|sqrt|log_)\s*(\w)", r"\\\1{\2}"),  # \frac12
-    (r"\\(d*dot|hat|bar|vec)(?:\s*\{\s*\\?(\w+)\}|\s*\\(\w+)|\s+(\w))", r"\\\1\2\3\4 "),  # one letter each
-    (r"(\\(?:frac|binom)\{[^{}]*\})\s*(\w)", r"\1{\2}"), (r"\(([A-Z])\)", r"\1"), (r"(?<!log)_\{(\w+)\}", r"_\1"),
-    (r"(?<![\w.^)}])(\d+)\s*(?:\\frac\{(\d+)\}\{(\d+)\}|\s(\d+)/(\d+))", r"(\1+\2\4/\3\5)"),  # 2 1/2
-    (r"(\d+)\.(\d*)\\overline\{(\d+)\}", lambda d: f"({d[1]}.{d[2]}0+{d[3]}/(10^{len(d[2])}*(10^{len(d[3])}-1)))"),
-    (r"(?:,\s*)?\b(?:and|or)\b", ","), (r"(?<=\d)\s*x\s*(?=10\^)", "*"), (r"^\s*\\?\w+\s*∈", ""), (r"\s+", " "),
-    (r"^ ?‹\s?\\?\w+\s?[|:](.*[<>≤≥].*)›[ .]*$", r"\1"),  # {x | x > 1}
-    (r"^[^(\[‹]+", lambda head: _THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), head[0]))]]  # not (1,234)
-_NUMBER = re.compile(r"-?(?:\d+/\d+|\d*\.?\d+)", re.ASCII)
+    (_SYMBOL, lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0])),
+    (r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?", ""),
+    (r"\\text\s*\{([^{}]*)\}", r" \1 "),
+    (r"\s+", " "),
+    (r"(?<=\d) ?\^? ?(?:\{ ?(?:st|nd|rd|th) ?\}|(?:st|nd|rd|th)\b)", " "),  # 12^{th}
+    (r"(?i)(?<=[\d}]) ?(hundred|thousand|(?:m|b|tr)illion)s?\b", lambda word: f"*10^{_ZEROS[word[1].lower()]}"),
+    (r"\b(square|cubic) (\w+)", lambda unit: unit[2] + ("^2" if unit[1] == "square" else "^3")),
+    (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),  # 1, 2, and 3; and 14{,}916
+    (r"^ ?[(\[][A-E][)\]] +(?=[^\s,])(?!.*[(\[][A-E][)\]])", ""),  # (B) 12 is 12, but (A) and (C) are two letters
+    # matrices: \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} is [[1,2],[3,4]]
+    (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["),
+    (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),
+    (r"\\\\(?:\[\d+\w+\])?", "],["),
+    (r"&", ","),
+    # relations
+    (r"((?:^|=) ?[-+(.]*(?:\d|\\frac|\\?sqrt|\\pi)[^=≈,]*)≈[^,]*$", r"\1"),  # x = \sqrt2 ≈ 1.41 is x = \sqrt2
+    (r"≈", "="),  # but x_1 ≈ 1.5 is x_1 = 1.5
+    (r"^ ?\\?\w+ ?∈", ""),  # x ∈ [1,2] is [1,2]
+    (r"^ ?‹ ?\\?\w+ ?[|:](.*[<>≤≥].*)›[ .]*$", r"\1"),  # {x | x > 1} is x > 1
+    # numbers and formulas
+    (r"_\{? ?([a-zA-Z]{2,}) ?\}?", r"_\\\1 "),  # F_{net}: an index is one letter
+    (r"\\(frac|binom|sqrt|log_) ?(\w)", r"\\\1{\2}"),  # \frac12
+    (r"(\\(?:frac|binom)\{[^{}]*\}) ?(\w)", r"\1{\2}"),
+    (r"(?<=\d) (\d+)/(\d+)", r"\\frac{\1}{\2}"),  # 2 1/2 is 2\frac{1}{2}, which is 2 + 1/2
+    (r"(?<![\w.^)}])(\d+) ?(\\frac\{\d+\}\{\d+\})", r"(\1+\2)"),
+    (r"(\d+)\.(\d*)\\overline\{(\d+)\}", lambda d: f"({d[1]}.{d[2]}0+{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
+    (r"(?<=\d) ?x ?(?=10\^)", "*")]]  # 1.5 x 10^3
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?![\d,/])")
 
 
 @functools.lru_cache(4096)
 def _clean(text: str) -> str:
-    """Rewrite the many ways to type the same thing to one: LaTeX dressing, unicode signs, thousands separators."""
-    if _NUMBER.fullmatch(text):
-        return text
+    """Rewrite the many ways to type the same thing to one: "\\dfrac{1}{2}\\text{ cm}" -> "\\frac{1}{2} cm"."""
     for pattern, ours in _REWRITES:
         if pattern.search(text):
             text = pattern.sub(ours, text)
+    head = re.match(r"[^(\[‹]*", text)[0]  # before all brackets 1,234 is a number; (1,234) is a pair
+    text = _THOUSANDS.sub(lambda number: number[0].replace(number[1], ""), head) + text[len(head):]
     return unicodedata.normalize("NFKC", text).strip(" *_^").rstrip(" .,:\\")
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
-_RELATION = re.compile(r"\s*([=<>≤≥≠])\s*")
-_MIRRORED = str.maketrans(">≥", "<≤")
-_LETTER = re.compile(r"\\?[^\W\d_]+(?:_\w+)? ?")
+_LETTER = re.compile(r"\\?[^\W\d_]+(?:_\{?\w+\}?)? ?")
+_SIGNS = str.maketrans("±∓", "+-"), str.maketrans("±∓", "-+")
 
 
 def _same(a: str, b: str, depth: int = 0) -> bool:
-    """Compare two cleaned answers by their outermost structure."""
-    if _NUMBER.fullmatch(a) and _NUMBER.fullmatch(b):
-        return Fraction(a) == Fraction(b)
+    """Compare two cleaned answers by their outermost structure: as text, as relations, as lists, as values."""
     if not a or not b or depth > 4:
         return False
     if _SPACES.sub("", a) == _SPACES.sub("", b):
         return True
-    if b[0] in "([":  # 1 < x ≤ 2 and (1,2]
-        a = _as_interval(a)
-    elif a[0] in "([":
-        b = _as_interval(b)
-    if (_RELATION.search(a) or _RELATION.search(b)) and len(_split(a, ",")) == len(_split(b, ",")) == 1:
-        return _same_relation(_RELATION.split(a), _RELATION.split(b), depth)
+    if len(_split(a)) == len(_split(b)) == 1:
+        a_sides, b_sides = _sides(a), _sides(b)
+        if len(a_sides) > 1 or len(b_sides) > 1:
+            return _same_relation(a_sides, b_sides, depth)
     (a_brackets, a_items), (b_brackets, b_items) = _items(a), _items(b)
     if len(a_items) != len(b_items):
         return False
     if a_brackets == b_brackets == "" and len(a_items) == 1:
-        return _same_scalar(a_items[0], b_items[0])
+        return _same_value(a_items[0], b_items[0])
     if depth or len(a_items) > LONGEST_LIST or not {a_brackets, b_brackets} <= {"", "‹›"}:
         return (a_brackets == b_brackets or "" in (a_brackets, b_brackets)) and all(
             _same(x, y, depth + 1) for x, y in zip(a_items, b_items))
     for x in a_items:  # in any order
-        match = next((i for i, y in enumerate(b_items) if _same(x, y, depth + 1)), None)
+        match = next((y for y in b_items if _same(x, y, depth + 1)), None)
         if match is None:
             return False
-        del b_items[match]
+        b_items.remove(match)
     return True
+
+
+def _split(text: str) -> list[str]:
+    """"(1,2), x" -> ["(1,2)", "x"]: at each comma or ∪ outside of all brackets."""
+    if "," not in text and "∪" not in text:
+        return [text.strip()]
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "([{‹") - (character in ")]}›")
+        if character in ",∪" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
 
 
 def _items(text: str) -> tuple[str, list[str]]:
     """"(1, 2]" -> ("(]", ["1", "2"]). A bare list has no brackets, anything else is a list of one; 1 ± 2 is two."""
-    for brackets, separator in ("", "∪"), ("", ","), (":", ":"):  # 3:30 is a time or a ratio, not a quotient
-        if len(parts := _split(text, separator)) > 1:
-            break
-    else:
-        inner, brackets = _split(text[1:-1], ","), text[0].replace("{", "‹") + text[-1].replace("}", "›")
-        if brackets == "[]" and len(inner) > 1 and all(re.fullmatch(r"\[[^,]*\]", row) for row in inner):
-            brackets, parts = "()", [row[1:-1] for row in inner]  # a column is a tuple
-        elif len(inner) > 1 and brackets in ("()", "(]", "[)", "[]") or brackets == "‹›":
-            parts = inner
-        elif brackets == "[]" and text[1] == "[":  # a matrix of one row
-            return _items(inner[0])
-        else:
-            brackets = ""
+    brackets, items = "", _split(text)
+    if len(items) == 1:
+        outer, inner = text[0].replace("{", "‹") + text[-1].replace("}", "›"), _split(text[1:-1])
+        if outer == "‹›" or outer in ("()", "(]", "[)", "[]") and (len(inner) > 1 or text.startswith("[[")):
+            brackets, items = outer, inner
+        if text.startswith("[[") and "," not in "".join(inner):  # a column is a tuple
+            brackets = "()"
     if "±" in text or "∓" in text:
-        parts = [way for part in parts  # both ways are one where the part has none
-                 for way in dict.fromkeys(part.translate(str.maketrans("±∓", signs)) for signs in ("+-", "-+"))]
-    return brackets, parts
+        items = [way for item in items for way in dict.fromkeys(item.translate(signs) for signs in _SIGNS)]
+    return brackets, items
 
 
-def _split(text: str, separator: str) -> list[str]:
-    """Split where `separator` stands outside of all brackets."""
-    parts, depth, start = [], 0, 0
-    for i, character in enumerate(text if separator in text else ""):
-        if character == separator and depth == 0:
-            parts.append(text[start:i].strip())
-            start = i + 1
-        depth += (character in "([{‹") - (character in ")]}›")
-        if depth < 0:  # 1,2)∪(3,4 is no list
-            return [text]
-    return parts + [text[start:].strip()]
+def _sides(text: str) -> list[str]:
+    """"3 > x" -> ["x", "<", "3"]: turned so that it has no >."""
+    sides = re.split(r"\s*([=<>≤≥≠])\s*", text)
+    if ">" in sides or "≥" in sides:
+        sides = [side.translate(str.maketrans(">≥", "<≤")) for side in reversed(sides)]
+    return sides
 
 
-def _as_interval(text: str) -> str:
-    """"1 < x ≤ 2" -> "(1,2]" and "x ≥ 1" -> "[1,\\infty)"; anything else stays as it is."""
-    found = _RELATION.split(text)
-    if found[1:2] and found[1] in ">≥":  # 2 > x > 1
-        found = [part.translate(_MIRRORED) for part in found[::-1]]
-    low, under, letter, over, high = (
-        found if len(found) == 5 else ["-\\infty", "<", *found] if len(found) == 3 and _LETTER.fullmatch(found[0]) else
-        [*found, "<", "\\infty"] if len(found) == 3 else [""] * 5)
-    if not _LETTER.fullmatch(letter) or not {under, over} <= {"<", "≤"}:
-        return text
-    return f"{'(['[under == '≤']}{low},{high}{')]'[over == '≤']}"
+def _as_interval(sides: list[str]) -> str:
+    """["1", "<", "x", "≤", "2"] -> "(1,2]", ["1", "≤", "x"] -> "[1,\\infty)", and "" for anything else."""
+    if len(sides) == 3:
+        sides = ["-\\infty", "<", *sides] if _LETTER.fullmatch(sides[0]) else [*sides, "<", "\\infty"]
+    if len(sides) != 5 or not _LETTER.fullmatch(sides[2]) or not {sides[1], sides[3]} <= {"<", "≤"}:
+        return ""
+    low, under, _, over, high = sides
+    return f"{'[' if under == '≤' else '('}{low},{high}{']' if over == '≤' else ')'}"
 
 
 def _same_relation(a: list[str], b: list[str], depth: int) -> bool:
-    """Two equations or inequalities agree where left − right of one is a constant (for < and >: positive) times the
-    other's. One that only names its answer (x = 5, f(2) = 5), or works it out (2 + 3 = 5), agrees with the plain one.
+    """Two equations or inequalities agree where left − right of one is a constant (for < and ≤: positive) times the
+    other's. One that only names its answer (x = 5, f(2) = 5), or works it out (2 + 3 = 5), agrees with the plain one,
+    an inequality with its interval.
     """
     if len(a) == 1 or len(b) == 1:
-        (name, *_, sign, value), (plain,) = (a, b) if len(b) == 1 else (b, a)
-        names_it = re.fullmatch(r"\D*(?:[(_]\d+\)?)?\s*", name)
-        return sign == "=" and _same(value, plain, depth) and bool(names_it or _same_scalar(name, plain))
-    a, b = ([part.translate(_MIRRORED) for part in side[::-1]] if side[1] in ">≥" else side for side in (a, b))
+        relation, (plain,) = (a, b) if len(b) == 1 else (b, a)
+        name, sign, value = relation[0], relation[-2], relation[-1]
+        if sign != "=":
+            return plain[0] in "([" and _same(_as_interval(relation), plain, depth)
+        is_name = re.fullmatch(r"\D*(?:[(_]\{?\d+[)}]?)?\s*", name)  # x, f(2), x_1
+        return _same(value, plain, depth) and (bool(is_name) or _same_value(name, plain))
     if a[1::2] != b[1::2]:
         return False
-    if a[:-1] == b[:-1]:
-        return _same(a[-1], b[-1], depth)
-    for i in range(1, len(a), 2):
-        gaps, others = (_values(f"({side[i - 1]})-({side[i + 1]})") for side in (a, b))
-        if not gaps or not others or not gaps[0] or not others[0]:
-            return False
-        constant = all(_close(gap * others[0], other * gaps[0]) for gap, other in zip(gaps, others))
-        if not constant or a[i] in "<≤>≥" and not gaps[0] * others[0] > 0:
-            return False
-    return True
+    if all(_same(x, y, depth) for x, y in zip(a[::2], b[::2])):
+        return True
+    gaps, others = (_values(f"({sides[0]})-({sides[2]})") for sides in (a, b))
+    if len(a) > 3 or not gaps or not others or 0 in (gaps[0], others[0]):
+        return False
+    constant = all(_close(gap * others[0], other * gaps[0]) for gap, other in zip(gaps, others))
+    return constant and (a[1] not in "<≤" or gaps[0] * others[0] > 0)
 
 
-# 18 apples, 5 cm^2, 60 miles/hour: a word after a number. Short ones only if known, or after a space: 2ab is 2·a·b.
-_UNIT = re.compile(
-    r"(?<=[\d)}\]\s])\s*\(?((?:(?!sqrt|sin|cos|tan|log|exp|pi\b)(?:[A-Za-z]{4}|(?<=\s)[A-Za-z]{3})|"
-    r"(?:[ckm]?m|k?g|gm|ft|in|lbs?|oz|m[lg]|mph|hrs?|min|sec|[APap]\.?[Mm]|L)(?![A-Za-z]))[A-Za-z\s./()^{}23-]*)$")
+_UNIT = re.compile(r"""
+    (?<=[\d)}\]\s]) \s* \(?  (                             # after a number, and a space, any word but a function;
+      (?: (?<=[\s(]) (?! (?: (?:arc)?(?:sin|cos|tan)h? | sqrt | log | exp ) (?![A-Za-z]) ) [A-Za-z]{3}
+        | (?:[ckm]?m|k?g|gm|ft|in|lbs?|oz|m[lg]|mph|hrs?|min|sec|[APap]\.?[Mm]|L) (?![A-Za-z]) )    # or one of these
+      (?: [A-Za-z\s./()^23-] | \{[23-]+\} )* )$              # and what goes with it: 5 miles per hour, 5 cm^{2}
+    """, re.X)
 
 
-def _same_scalar(a: str, b: str) -> bool:
-    whole = a, b
+def _same_value(a: str, b: str) -> bool:
+    """Compare two numbers, formulas or texts, and their units where both have one."""
     (a, a_unit), (b, b_unit) = _split_unit(a), _split_unit(b)
     short, long = sorted((a_unit, b_unit), key=len)
-    if not short and len(long) == 1 and all(long in text.lower() for text in whole):
-        a, b = whole  # \frac{5m}{2} and \frac52 m: a letter, no unit
     letters = iter(long)  # cm is short for centimeter, but cm2 is not
     if short and (short[0] != long[0] or short.isalpha() != long.isalpha() or not all(x in letters for x in short)):
         return False
-    words = re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{2}", a)
-    if re.fullmatch(r"(\d+) \1_\d+", " ".join(sorted((a, b)))):  # 4210 for 4210_5: the question names the base
+    number, in_base = sorted((a, b), key=len)
+    if number.isdigit() and re.fullmatch(number + r"_\{?\d+\}?", in_base):  # 4210_5: the question names the base
+        return True
+    if a.lower() == b.lower() and re.search(r"(?<!\\)\b[a-zA-Z]{2}", a):  # a word, not a letter
         return True
     values = _values(a), _values(b)
-    return bool(words) and a.lower() == b.lower() or None not in values and all(map(_close, *values))
+    return None not in values and all(map(_close, *values))
 
 
 def _split_unit(text: str) -> tuple[str, str]:
-    """"18 apples" -> ("18", "apple")."""
+    """"18 apples" -> ("18", "apple"), "5 cm^2" -> ("5", "cm2"), "12m" -> ("12", "m"), but "x+3m" -> ("x+3m", "")."""
     found = _UNIT.search(text)
     number = text[:found.start()] if found else ""
-    if not re.search(r"\d|\\pi", number) or number.count("{") != number.count("}"):
+    attached = found and len(found[1]) == 1 and found[0] == found[1]
+    if attached and not _NUMBER.fullmatch(number) or number.count("(") > number.count(")"):  # x+3m, 2(1+3m)
         return text, ""
-    letters = r"(?<![\\a-zA-Z])(?!sqrt|pi|(?<=\d)e)[a-zA-Z]" + r"|[\w)}] ?[+-]" * (found[0] == found[1])
-    if len(found[1]) == 1 and re.search(letters, number):  # x + 3 m, 2+3m: a letter of the formula
+    if not re.search(r"\d|\\pi", number):
         return text, ""
-    unit = re.sub(r"\bsquare (\w+)", r"\1^2", re.sub(r"\bcubic (\w+)", r"\1^3", found[1]))
-    return number.strip(), re.sub(r"[\s(){}.^]", "", unit).lower().rstrip("s")
-
-
-def _exact(*values) -> bool:
-    return all(isinstance(value, (int, Fraction)) for value in values)
+    return number.strip(), re.sub(r"[\s(){}.^]", "", found[1]).lower().rstrip("s")
 
 
 def _close(a, b) -> bool:
     """Equal, or apart only by the rounding of floats."""
-    return a == b or not _exact(a, b) and cmath.isclose(a, b, rel_tol=1e-12, abs_tol=1e-13)
+    return a == b or not (_bits(a) and _bits(b)) and cmath.isclose(a, b, rel_tol=1e-12, abs_tol=1e-13)
 
 
-def _divide(a, b):
-    return Fraction(a, b) if _exact(a, b) else a / b
+def _bits(value) -> int:
+    """The size of an exact number, and 0 for a float."""
+    return value.numerator.bit_length() + value.denominator.bit_length() if isinstance(value, Fraction) else 0
 
 
 def _power(base, exponent):
-    if not _exact(base, exponent):
-        return base ** exponent
-    bits = max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent)
-    return Fraction(base) ** exponent if bits < MOST_BITS else math.nan
+    if _bits(exponent) and _bits(base) * abs(exponent) > MOST_BITS:
+        raise ValueError
+    return base ** exponent
 
 
-_TOKEN = re.compile(r"\d+(?:\.\d*)?(?:[eE][+-]?\d{1,2}(?!\d))?|\.\d+|\\?[a-zA-Z]+|\S")
+def _whole(n) -> int:
+    if n != int(n) or n >= 200:
+        raise ValueError
+    return int(n)
+
+
 _OPERATORS = {  # how strongly it binds, what it does
-    "+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul), "/": (2, _divide), "^": (3, _power),
-    "!": (4, lambda n: math.factorial(n) if n < 200 else math.nan)}
+    ":": (1, lambda a, b: a ** 3 + 7919 * b), "_": (6, lambda x, n: x ** 3 + 7919 * n),  # 3:30, x_1: as good as any
+    "+": (2, operator.add), "-": (2, operator.sub), "*": (3, operator.mul), "/": (3, operator.truediv),
+    "^": (4, _power), "!": (5, lambda n: Fraction(math.factorial(_whole(n))))}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
 _CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf, "infinity": math.inf}
-_OF_TWO = {"frac": _divide, "binom": lambda n, k: math.comb(n, k) if n < 200 else math.nan}
+_OF_TWO = {"frac": operator.truediv, "binom": lambda n, k: Fraction(math.comb(_whole(n), _whole(k)))}
 _FUNCTIONS = {
     "sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "log": cmath.log10, "exp": cmath.exp,
     "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan, "sinh": cmath.sinh, "cosh": cmath.cosh,
-    "tanh": cmath.tanh, "sec": lambda x: 1 / cmath.cos(x),
-    "csc": lambda x: 1 / cmath.sin(x), "cot": lambda x: 1 / cmath.tan(x)}
-_WORDS = {*_FUNCTIONS, *_CONSTANTS, *_OF_TWO, "sqrt"}
+    "tanh": cmath.tanh, "sec": lambda x: 1 / cmath.cos(x), "csc": lambda x: 1 / cmath.sin(x),
+    "cot": lambda x: 1 / cmath.tan(x)}
+_KNOWN = {*_FUNCTIONS, *_CONSTANTS, *_OF_TWO, "sqrt"}
+_TOKEN = re.compile(rf"""
+    \d+ (?:\.\d*)? (?: [eE][+-]?\d{{1,2}}(?!\d) )? | \.\d+      # 12, 1.5, 1.5e3, .5
+    | \\?(?:{"|".join(sorted(_KNOWN))}) (?![a-zA-Z])             # sin or \sin
+    | \\[a-zA-Z]+ | [a-zA-Z]{{4,}} | \S                        # \alpha; a word, which is no formula; else xy is x·y
+    """, re.X)
 
 
 @functools.lru_cache(4096)
 def _values(text: str) -> list | None:
     """A formula's values at three points, at each of which a letter stands for a fixed number; None if unreadable."""
-    words, points = [], 1
-    for token in _TOKEN.findall(text):
-        word = token.lstrip("\\")
-        points = 3 if word.isalpha() and word not in _WORDS else points
-        words += [word] if word in _WORDS else token if len(token) < 4 and token.isalpha() else [token]  # xy is x·y
-    tokens, depth, point = [], 0, 0  # a stack: the next token stands last
+    words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
+    tokens, depth, modulus = [], 0, 0  # a stack: the next token stands last, below all the end
+
+    def accept(token):
+        return tokens[-1] == token and tokens.pop()
 
     def read(strength):  # an atom and those operators after it that bind more strongly than this
         value = atom()
@@ -1977,41 +1996,41 @@ def _values(text: str) -> list | None:
             if not implicit:
                 tokens.pop()
             value = apply(value) if token == "!" else apply(value, read(binds))
-            if _exact(value) and value.numerator.bit_length() + value.denominator.bit_length() > MOST_BITS:
+            if _bits(value) > MOST_BITS:
                 raise ValueError
 
     def atom():  # a number, a letter, (…), |…|, -atom, \frac atom atom, \sqrt[…] atom, \sin^atom atom and the like
         nonlocal depth
-        token = tokens.pop()
-        if token[0].isdigit() or token[0] == ".":
-            return int(token) if token.isdigit() else Fraction(token)
         depth += 1
         if depth > DEEPEST:
             raise ValueError
-        if token in ("+", "-"):
-            value = read(2) if token == "+" else -read(2)
+        token = tokens.pop()
+        if token[0].isdigit() or token[0] == ".":
+            value = Fraction(token)
+        elif token in ("+", "-"):
+            value = read(3) if token == "+" else -read(3)
         elif token in _CLOSING:
             value = read(0)
-            if tokens.pop() != _CLOSING[token]:
+            if not accept(_CLOSING[token]):
                 raise ValueError
             value = abs(value) if token == "|" else value
         elif token in _OF_TWO:
             value = _OF_TWO[token](atom(), atom())
         elif token == "sqrt":
             index = atom() if tokens[-1] == "[" else 2
-            value = atom() ** _divide(1, index)
-        elif token in _FUNCTIONS:
-            base, exponent = (tokens.pop() and atom() if tokens[-1] == mark else 1 for mark in "_^")
+            value = atom() ** (1 / index)
+        elif token in _FUNCTIONS:  # \log_2 8, \sin^2 x
+            base = atom() if accept("_") else 10
+            exponent = atom() if accept("^") else 1
             bracketed = tokens[-1] in _CLOSING
-            value = atom() if tokens[-1] in "([" else read(2)  # \sin(x)^2 is the square of a sine
+            value = atom() if tokens[-1] in "([" else read(3)  # \sin(x)^2 is the square of a sine
             while not bracketed and tokens[-1][-1].isalpha() and tokens[-1] not in _FUNCTIONS:
-                value = value * read(2)  # \cos 2x
-            value = (_FUNCTIONS[token](complex(value)) / (1 if base == 1 else cmath.log10(base))) ** exponent
+                value = value * read(3)  # \cos 2x
+            value = (_FUNCTIONS[token](complex(value)) / cmath.log10(base)) ** exponent
         elif token in _CONSTANTS:
             value = _CONSTANTS[token]
-        elif token[-1].isalpha() and len(token) < 4 or token[0] == "\\":
-            name = token + (tokens.pop() + tokens.pop() if tokens[-1] == "_" else "")
-            value = Fraction(int.from_bytes(name.encode(), "big") * 7919 % (1009, 1013, 1019)[point] + 1, 97)
+        elif len(token) == 1 and token.isalpha() or token[0] == "\\":
+            value = Fraction(int.from_bytes(token.encode(), "big") * 7919 % modulus + 1, 97)
         else:
             raise ValueError
         depth -= 1
@@ -2019,12 +2038,12 @@ def _values(text: str) -> list | None:
 
     try:
         values = []
-        for point in range(points):
-            tokens, depth = [".", *reversed(words)], 0
+        for modulus in (1009, 1013, 1019):
+            tokens, depth = [";", *reversed(words)], 0
             values.append(read(0))
-            if tokens != ["."]:
+            if tokens != [";"]:
                 return None
-        return values * (3 // points)
+        return values
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
         return None
 

@@ -21,12 +21,14 @@ from common import extract_answer, format_reward, is_equivalent
     ("Answer: Let us see.\n2+2=4\n#### 4", "4"),
     ("#### 3\nWait.\n#### 4", "4"), ("**Final Answer**\n\n\\[ \\boxed{5} \\]", "5"),
     ("**Answer:**\n42", "42"), ("## Final Answer:\n\n\\[\n42\n\\]", "42"), ("**Final answer: 42**", "42"),
-    ("Answer:\nLet us see.\nThe answer is 4.", "4"), ("A: **18** apples", "18 apples"), ("\\boxed{5} or \\boxed{}", "5"),
+    ("Answer:\nLet us see.\nThe answer is 4.", "4"), ("A: **18** apples", "18 apples"),
+    ("Answer: \\[\n42", "42"), ("**A**\n\nas 2+2=4. The answer is 5.", "5"),
+    ("\\\\boxed{004}", "004"), ("\\boxed{5} or \\boxed{}", "5"),
     ("\\boxed{18}\n\n**Answer:**", "18"), ("### **Final Answer**\n42", "42"), ("#### Answer\n18", "18"),
     ("**Answer:**\nWe have 2+2=4.\n\nSo the answer is 4.", "4"), ("### Answer:\n42\n\nThe answer is as above.", "42"),
     ("\\boxed{1}, then \\boxed{x = \\boxed{2}}", "2"), ("## Final Answer\n\n4", "4"), ("\\boxed 5", "5"),
     ("$\\boxed{1}$ and $\\boxed{-2}$.", "1, -2"), ("\\boxed{5}\n\\boxed{5}", "5"),
-    ("\\boxed{1},\n\n" + " " * 30 + "no wait, \\boxed{2}", "2"), ("\\boxed{1}," + " " * 50 + "\\boxed{2}", "2"),
+    ("\\boxed{1},\n\n" + " " * 30 + "no wait, \\boxed{2}", "2"), ("\\boxed{1}," + " " * 50 + "\\boxed{2}", "1, 2"),
     ("\\boxed{(1,2)}, \\boxed{(2,1)} \\quad \\text{and} \\quad \\boxed{3}", "(1,2), (2,1), 3")])
 def test_the_last_answer_is_extracted(text, answer):
     assert extract_answer(text) == answer
@@ -82,8 +84,9 @@ SAME = [
     ("\\begin{pmatrix}1\\\\[2pt]2\\end{pmatrix}", "\\begin{bmatrix}1\\\\2\\end{bmatrix}"),
     ("2 : 1", "2:1"), ("x>2", "2<x"), ("x>2", "(2,\\infty)"), ("-2 \\le x < 3", "x \\in [-2,3)"),
     ("x < 1 \\text{ or } x \\ge 2", "(-\\infty, 1) \\cup [2, \\infty)"), ("5 \\textnormal{ miles}", "5"),
-    ("{5 \\choose 2}", "10"), ("\\varnothing", "\\emptyset"), ("90 \\text{ square feet}", "90\\text{ ft}^2"),
-    ("8 cubic centimeters", "8 cm^3"),
+    ("\\varnothing", "\\emptyset"), ("90 \\text{ square feet}", "90\\text{ ft}^2"),
+    ("8 cubic centimeters", "8 cm^3"), ("2(1+3m)", "2+6m"), ("5 \\approx 5.01", "5"),
+    ("v_{max}+1", "1+v_{max}"), ("\\text{(C)} or 7", "7, C"), ("x_{12}=5", "5"), ("2 \\text{ logs}", "2"),
     ("2x+4y=6", "x+2y=3"), ("1010_2", "1010_{2}"), ("3:30", "3:30")]
 
 
@@ -102,7 +105,8 @@ def test_the_same_answer_written_another_way(a, b):
     ("x<3", "-x<-3"), ("x=5", "y=5"), ("\\infty", "-\\infty"), ("e", "2.718281828"),
     ("12345678901234567890", "12345678901234567891"), ("0.\\overline{3}", "0.3"),
     ("0.\\overline{3}", "0.\\overline{4}"), ("9**9**9", "999"), ("1", "1.0001"), ("1,2,2", "1,1,2"), ("(2,1)", "1,2"),
-    ("3:30", "1/10"), ("{1,2", "1,2}"), ("\\text{June 20}", "June 21"), ("5 am", "5 pm"), ("300!", "200!"),
+    ("3:30", "1/10"), ("8:34 PM", "-8:34 PM"), ("x_1", "x_2"), ("x_1^2", "x_2^2"), ("10 \\sqrt2", "10 \\sqrt3"),
+    ("{1,2", "1,2}"), ("\\text{June 20}", "June 21"), ("5 am", "5 pm"), ("300!", "200!"),
     ("421", "4210_5"), ("2516_9", "2516_8"), ("5 million", "5"), ("x+3m", "x+3"), ("3+3 = 5", "5"), ("12^{th}", "13"),
     ("\\sqrt2 \\approx 1.41", "1.41"), ("(A) 5", "(B)"), ("(A) 5", "(A) 6"), ("\\dot{x}", "x"), ("(A) B", "A"),
     ("(A) 5, (B) 6", "5"), ("5⊢7", "5"), ("x_{1} \\approx 1.5", "x_{1} \\approx 99"), ("t_{1/2} ≈ 5", "t_{1/2} ≈ 12"),
