@@ -31,6 +31,7 @@ import importlib.util
 import inspect
 import itertools
 import json
+import logging
 import math
 import operator
 import os
@@ -52,6 +53,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
+import huggingface_hub
 import jinja2
 import numpy as np
 import torch
@@ -59,6 +61,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_state_dict,
                                                      set_model_state_dict, set_state_dict)
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -113,17 +116,18 @@ class RunConfig:
     max_bad_steps: int = flag(5, "updates in a row with a non-finite gradient before the run gives up")
 
 
+LARGEST = 1e30  # short of infinity
 # name: (lowest, highest) allowed value. Flags that are not listed take any value.
 LIMITS = {
     **dict.fromkeys("steps prompts_per_step pairs_per_step minibatches updates_per_batch max_new_tokens save_every "
                     "eval_every eval_samples micro_batch_tokens max_prompt_tokens max_bad_steps "
-                    "max_completion_tokens max_generation_batches".split(), (1, math.inf)),
+                    "max_completion_tokens max_generation_batches".split(), (1, LARGEST)),
     **dict.fromkeys("warmup_steps overlong_buffer kl_coef kl_target format_reward entropy_coef value_coef lr "
-                    "value_lr center_coef".split(), (0, math.inf)),
-    **dict.fromkeys("max_grad_norm temperature beta".split(), (1e-8, math.inf)),
+                    "value_lr center_coef".split(), (0, LARGEST)),
+    **dict.fromkeys("max_grad_norm temperature beta".split(), (1e-8, LARGEST)),
     **dict.fromkeys("clip_eps clip_low value_clip_eps".split(), (0, 1)),
     **dict.fromkeys("freeze_layers gamma lam".split(), (0, 1)),
-    "seed": (0, 2 ** 32 - 1), "group_size": (2, math.inf), "clip_high": (0, 10), "label_smoothing": (0, 0.5),
+    "seed": (0, 2 ** 32 - 1), "group_size": (2, LARGEST), "clip_high": (0, 10), "label_smoothing": (0, 0.5),
 }
 
 
@@ -154,7 +158,7 @@ def parse_config(Config, args: list[str]):
     for name, (low, high) in LIMITS.items():
         value = getattr(cfg, name, low)
         if not low <= value <= high:  # also catches NaN
-            wanted = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+            wanted = f"between {low} and {high}" if high < LARGEST or value > high else f"at least {low}"
             raise UserError(f"--{name} {value}: must be {wanted}")
     if getattr(cfg, "minibatches", 1) > getattr(cfg, "prompts_per_step", 1) * getattr(cfg, "group_size", 1):
         raise UserError(f"--minibatches {cfg.minibatches}: more than the completions of a step")
@@ -165,13 +169,19 @@ def launch(main, Config) -> None:
     """Run a script: flags, then `main(cfg)`. An error that the user can fix is one line on stderr and exit code 2."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    huggingface_hub.utils.logging.set_verbosity_error()
+    sys.stderr = LastingStream(sys.stderr)
     try:
         main(parse_config(Config, sys.argv[1:]))
+    except KeyboardInterrupt:  # before the first step; later `Run.note_signal` has it
+        tqdm.write(f"{Path(sys.argv[0]).name}: interrupted before the first step", file=sys.stderr)
+        sys.exit(130)
     except (UserError, torch.OutOfMemoryError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             error = TrainingFailed(f"out of GPU memory {memory_advice(error)} (the last checkpoint is intact): "
                                    f"{str(error).splitlines()[0]}")
-        tqdm.write(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)  # on a line of its own
+        message = " ".join(str(error).split())
+        tqdm.write(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)  # on a line of its own
         sys.exit(error.exit_code)
     if world_size() > 1:
         dist.barrier()
@@ -179,6 +189,24 @@ def launch(main, Config) -> None:
         os._exit(0)  # all is saved, and a rank that tears gloo down while others still do is sometimes aborted
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+class LastingStream:
+    """A stream that outlives its reader: Ctrl-C also ends the `tee` at the end of a pipe, and the run has yet to save."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        with contextlib.suppress(BrokenPipeError):
+            self.stream.write(text)
+
+    def flush(self):
+        with contextlib.suppress(BrokenPipeError):
+            self.stream.flush()
 
 
 def memory_advice(error: BaseException) -> str:
@@ -292,7 +320,8 @@ def one_line_errors(what: str):
         yield
     except torch.OutOfMemoryError:
         raise
-    except (OSError, ValueError, KeyError, AttributeError, RuntimeError, ImportError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, RuntimeError, ImportError, TypeError,
+            SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{what} ({reason})") from error
 
@@ -316,8 +345,10 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
         dtype = torch.bfloat16 if device.type == "cuda" and not trainable else torch.float32
         with torch.random.fork_rng(devices=[]):  # only rank 0 draws, where a head is new
             if rank() == 0:
-                model = cls.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True,
-                                            trust_remote_code=trust_remote_code)
+                model, report = cls.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True,
+                                                    trust_remote_code=trust_remote_code, output_loading_info=True)
+                if missing := sorted(set(report["missing_keys"]) - ({"score.weight"} if trainable else set())):
+                    raise ValueError(f"no weights for {', '.join(missing[:3])}{', …' * (len(missing) > 3)}")
             else:
                 with torch.device("meta"):
                     model = cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -642,7 +673,7 @@ def read_json_lines(path: Path) -> list[tuple[dict, str]]:
     """One JSON object a line, gzipped or not. Empty lines are skipped; a broken one is named."""
     rows, number = [], 0
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     row, place = json.loads(line), f"{path} line {number}"
@@ -856,16 +887,19 @@ def read_preference(row: dict) -> Preference | None:
         raise ValueError("responses must be a list of at least two answers, best first")
     if prompt is None and all(isinstance(answer, list) for answer in answers):
         prompt = answers[0][:-1]  # whole conversations: all but the last turn
+        if any(answer[:-1] != prompt for answer in answers):
+            raise ValueError("conversations without a prompt must differ in their last turn alone")
     answers = [answer_text(answer) for answer in answers]
+    if prompt is None and len(answers) > 2:
+        raise KeyError("prompt")
     if prompt is None:
         prompt, *answers = split_dialogue(*answers)
     if not is_prompt(prompt):
         raise ValueError("want a prompt (string or chat messages)")
     margin, scores = row.get("margin"), row.get("scores", list(range(len(answers), 0, -1)))
-    if not isinstance(margin, (int, float, type(None))):
-        raise ValueError(f"margin must be a number, not {type(margin).__name__}")
-    numbers = isinstance(scores, list) and all(isinstance(score, (int, float)) for score in scores)
-    if not numbers or len(scores) != len(answers):
+    if margin is not None and not is_number(margin):
+        raise ValueError(f"margin must be a number, not {margin!r:.40}")
+    if not isinstance(scores, list) or len(scores) != len(answers) or not all(map(is_number, scores)):
         raise ValueError("scores must be as many numbers as there are responses")
     best = {}  # of equal answers the first counts
     for i in sorted(range(len(answers)), key=lambda i: -scores[i]):
@@ -873,6 +907,11 @@ def read_preference(row: dict) -> Preference | None:
     if row.get("tie") or margin == 0 or len(set(best.values())) == 1:
         return None
     return Preference(prompt, [], list(best), [], list(best.values()), float(margin or 0))
+
+
+def is_number(value) -> bool:
+    """Finite, that is: JSON files may have NaN."""
+    return isinstance(value, (int, float, np.number, np.bool_)) and bool(abs(value) < LARGEST)
 
 
 def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str) -> list[Preference]:
@@ -1638,19 +1677,20 @@ def load_reward_function(spec: str):
     if not os.path.isfile(path):
         raise UserError(f"--reward {spec}: no file {path}")
     try:
+        sys.path.append(str(Path(path).resolve().parent))  # for what it imports
         function = runpy.run_path(path).get(name)
-    except Exception as error:  # the user's own code: anything can come out of it
+    except (Exception, SystemExit) as error:  # the user's own code: anything can come out of it
         raise UserError(f"--reward {spec}: {path} does not load: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise UserError(f"--reward {spec}: {path} has no function {name}")
 
     def judge(problem, completion):
         try:
-            reward = function(problem.prompt, completion, problem.row)
-        except Exception as error:
+            reward = function(problem.prompt, completion, dict(problem.row))
+        except (Exception, SystemExit) as error:
             raise UserError(f"--reward {spec} raised {type(error).__name__}: {error}, on row {problem.row!r:.300}, "
                             f"completion {completion!r:.200}") from error
-        if not isinstance(reward, (int, float, np.number)) or not math.isfinite(reward):
+        if not is_number(reward):
             raise UserError(f"--reward {spec} returned {reward!r:.100}, no finite number, on row {problem.row!r:.300}")
         return float(reward)
     return judge
@@ -2130,6 +2170,7 @@ class Meter:
 class Run:
     """One run's directory, log, checkpoints and signals: everything around the loop that is not the algorithm."""
 
+    WRITES = ("metrics.jsonl", "samples.jsonl", "checkpoint", "model", "tensorboard", "config.json")
     # flags that may differ between a run and its continuation
     MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "eval_every", "eval_samples",
                   "max_bad_steps", "micro_batch_tokens", "gradient_checkpointing"}
@@ -2147,6 +2188,8 @@ class Run:
             raise UserError(f"--log_to {cfg.log_to}: pip install {cfg.log_to}")
         self.device = setup_device()
         warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # that there is one process
+        # Of a damaged checkpoint it logs tracebacks, by the root logger; `load_checkpoint` says it in a line.
+        logging.getLogger().addFilter(lambda record: "torch/distributed/checkpoint" not in record.pathname)
         transformers.set_seed(cfg.seed)
 
     def check_directory(self):
@@ -2160,18 +2203,25 @@ class Run:
             if not self.checkpoints():
                 raise UserError(f"--resume: no checkpoint in {directory / 'checkpoint'}")
             self.check_same_run()
-        elif not cfg.overwrite and any(directory.glob("*")):
-            raise UserError(f"--output_dir {directory}: holds a run already; --resume goes on with it, --overwrite "
-                            "replaces it, another --output_dir leaves it alone")
+        elif held := [name for name in self.WRITES if (directory / name).exists()]:
+            if "config.json" not in held:
+                raise UserError(f"--output_dir {directory}: holds {held[0]}, but no run that could have written it")
+            if not cfg.overwrite:
+                raise UserError(f"--output_dir {directory}: holds a run already; --resume goes on with it, --overwrite "
+                                "replaces it, another --output_dir leaves it alone")
+            for needed in (cfg.model, getattr(cfg, "reward", "")):
+                if os.path.isdir(needed) and directory.resolve() in Path(needed).resolve().parents:
+                    raise UserError(f"--overwrite: {needed} is in the run that would be replaced")
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first: a directory gets such a name only when all of it is on disk."""
-        return sorted((self.directory / "checkpoint").glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))
+        found = [path for path in (self.directory / "checkpoint").glob("step-*") if path.name[5:].isdigit()]
+        return sorted(found, key=lambda path: int(path.name[5:]))
 
     def check_same_run(self):
         try:
             saved = json.loads((self.directory / "config.json").read_text())
-            script, flags = saved["script"], saved["flags"]
+            script, flags = saved["script"], dict(saved["flags"])
         except (OSError, ValueError, KeyError, TypeError):
             raise UserError(f"--resume: {self.directory / 'config.json'} is missing or damaged") from None
         if script != self.script:
@@ -2214,10 +2264,8 @@ class Run:
 
     def make_directory(self):
         if self.cfg.overwrite:
-            for name in ("checkpoint", "model", "tensorboard"):
-                shutil.rmtree(self.directory / name, ignore_errors=True)
-            for name in ("metrics.jsonl", "samples.jsonl"):
-                (self.directory / name).unlink(missing_ok=True)
+            for path in (self.directory / name for name in self.WRITES):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         self.directory.mkdir(parents=True, exist_ok=True)
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
                                 cwd=Path(__file__).parent).stdout.strip() if shutil.which("git") else ""
@@ -2280,19 +2328,23 @@ class Run:
         """A few completions of the step for samples.jsonl: the first two of each of the first four prompts."""
         if rank() == 0:
             G = rewards.shape[1]
-            with open(self.directory / "samples.jsonl", "a") as file:
-                for p, problem in enumerate(problems[:4]):
-                    for g in range(min(2, G)):
-                        file.write(json.dumps({
-                            "step": step, "prompt": problem.prompt, "completion": rollout.completions[p * G + g],
-                            "answer": problem.answer, "reward": rewards[p, g].item(),
-                            "advantage": advantages[p * G + g].item()}) + "\n")
+            self.append("samples.jsonl", [
+                {"step": step, "prompt": problem.prompt, "completion": rollout.completions[p * G + g],
+                 "answer": problem.answer, "reward": rewards[p, g].item(), "advantage": advantages[p * G + g].item()}
+                for p, problem in enumerate(problems[:4]) for g in range(min(2, G))])
+
+    def append(self, name: str, rows: list[dict]) -> None:
+        try:
+            with open(self.directory / name, "a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+        except OSError as error:
+            raise TrainingFailed(f"cannot write {self.directory / name}: {error.strerror}; --resume goes on from the "
+                                 "last checkpoint") from error
 
     def end_step(self, step: int, metrics: dict[str, float]) -> None:
         """Write the step's line, show it, save where it is time to, and stop where a signal asked for it."""
         if rank() == 0:
-            with open(self.directory / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"step": step, **metrics}) + "\n")
+            self.append("metrics.jsonl", [{"step": step, **metrics}])
             if self.log:
                 self.log(metrics, step=step)
             self.bar.update(step > 0)
@@ -2399,8 +2451,8 @@ class Run:
         for path in (self.directory / "metrics.jsonl", self.directory / "samples.jsonl"):
             if path.exists():
                 kept = []
-                for line in path.read_text().splitlines():
-                    with contextlib.suppress(ValueError):  # the last may be cut
+                for line in path.read_text(errors="replace").splitlines():
+                    with contextlib.suppress(ValueError, TypeError, KeyError):  # the last may be cut
                         if json.loads(line)["step"] < self.next_step:
                             kept.append(line + "\n")
                 temporary = path.with_suffix(".tmp")
@@ -2412,4 +2464,6 @@ def innermost(error: BaseException) -> str:
     """The first line of the error at the root of a chain, for a one-line message."""
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__
+    if isinstance(error, dcp.api.CheckpointException):  # of several ranks: the first one's
+        return innermost(next(iter(error.failures.values()))[0])
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -15,6 +15,7 @@ With --reward runs/reward_model/model: the same, scored by the model that reward
 Shapes: N prompts with a completion each; T padded completion length; B rows of a micro-batch.
 """
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -247,9 +248,11 @@ def main(cfg: Config) -> None:
 def check(cfg: Config) -> None:
     """What the limits of single flags do not catch."""
     try:
-        cfg.missing_eos_score == "none" or float(cfg.missing_eos_score)
+        finite = cfg.missing_eos_score == "none" or math.isfinite(float(cfg.missing_eos_score))
     except ValueError:
-        raise common.UserError(f"--missing_eos_score {cfg.missing_eos_score}: want a number or none") from None
+        finite = False
+    if not finite:
+        raise common.UserError(f"--missing_eos_score {cfg.missing_eos_score}: want a number or none")
     if cfg.kl_target > 0 and cfg.kl_coef == 0:
         raise common.UserError("--kl_target: needs a --kl_coef above 0 to begin with")
 

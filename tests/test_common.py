@@ -439,7 +439,7 @@ def test_prompts_and_answers_are_found_under_their_usual_names(tmp_path):
     rows = [{"question": "2+2?", "answer": "It is\n#### 4"}, {"problem": "x", "solution": "so \\boxed{\\frac{1}{2}}"},
             {"prompt": "y", "answer": 7}, {"prompt": [{"role": "user", "content": "hi"}], "answer": "z"}]
     path = tmp_path / "data.jsonl.gz"
-    with gzip.open(path, "wt") as file:
+    with gzip.open(path, "wt", encoding="utf-8-sig") as file:  # some tools put a byte order mark first
         file.write("\n\n".join(json.dumps(row) for row in rows))
     assert [problem.answer for problem in common.read_problems(str(path))] == ["4", "\\frac{1}{2}", "7", "z"]
 

@@ -120,7 +120,11 @@ def test_answers_are_cut_where_the_context_ends():
 @pytest.mark.parametrize("row, message", [
     ({"prompt": "p", "chosen": "a"}, "no rejected"), ({"prompt": "p", "responses": ["a"]}, "at least two"),
     ({"prompt": "p", "chosen": 3, "rejected": "b"}, "must be a string"), ({"chosen": "a", "rejected": "b"}, "dialogues"),
-    ({"prompt": [1], "chosen": "a", "rejected": "b"}, "want a prompt"),
+    ({"prompt": [1], "chosen": "a", "rejected": "b"}, "want a prompt"), ({"responses": ["a", "b", "c"]}, "no prompt"),
+    ({"prompt": "p", "responses": ["a", "b"], "scores": [1, float("nan")]}, "scores must be"),
+    ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": float("inf")}, "margin must be a number"),
+    ({"chosen": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}],
+      "rejected": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}]}, "in their last turn"),
     ({"chosen": [{"role": "assistant", "content": "a"}], "rejected": [{"role": "assistant", "content": "b"}]}, "want a prompt")])
 def test_broken_preference_rows_are_named(tmp_path, row, message):
     path = tmp_path / "pairs.jsonl"

@@ -92,7 +92,7 @@ def test_bad_rows(fails, tmp_path, content, message):
     (["--model", "nowhere/at-all"], "--model nowhere/at-all"), (["--model", "./nowhere"], "./nowhere: no such directory"),
     (["--group_size", 1], "--group_size 1: must be at least 2"),
     (["--steps", 0], "--steps 0: must be at least 1"), (["--prompts_per_step", -3], "--prompts_per_step -3"),
-    (["--max_new_tokens", 0], "--max_new_tokens 0"), (["--lr", "nan"], "--lr nan"), (["--lr", "fast"], "--lr"),
+    (["--max_new_tokens", 0], "--max_new_tokens 0"), (["--lr", "nan"], "--lr nan"), (["--lr", "inf"], "--lr inf"), (["--lr", "fast"], "--lr"),
     (["--temperature", 0], "--temperature 0"), (["--clip_eps", 2], "--clip_eps 2"), (["--seed", 1.5], "--seed"),
     (["--seed", 2 ** 32], "--seed 4294967296: must be between"),
     (["--minibatches", 1000], "--minibatches 1000"),
@@ -124,13 +124,31 @@ def test_bad_reward_file(fails, tmp_path):
 
 @pytest.mark.parametrize("body, message", [
     ("raise KeyError('gold')", "raised KeyError: 'gold'"), ("return float('nan')", "returned nan"),
-    ("return None", "returned None"), ("return 'good'", "returned 'good'")])
+    ("raise SystemExit(0)", "raised SystemExit"), ("return 10 ** 400", "returned 1000"),
+    ("return 1e300", "returned 1e+300"), ("return None", "returned None"), ("return 'good'", "returned 'good'")])
 def test_a_reward_function_that_fails_names_the_row(tmp_path, body, message):
     path = write(tmp_path / "reward.py", f"def f(prompt, completion, row):\n    {body}\n")
     judge = common.load_reward_function(f"{path}:f")
     with pytest.raises(common.UserError) as error:
         judge(common.Problem("1+1=?", [], "2", {"prompt": "1+1=?", "id": 77}), "two")
     assert message in str(error.value) and "'id': 77" in str(error.value)
+
+
+def test_a_reward_function_can_not_change_the_row_for_later_calls(tmp_path):
+    path = write(tmp_path / "reward.py", "def f(prompt, completion, row):\n    return row.pop('answer') == completion\n")
+    judge, problem = common.load_reward_function(f"{path}:f"), common.Problem("1+1=?", [], "2", {"answer": "2"})
+    assert [judge(problem, "2"), judge(problem, "2")] == [1.0, 1.0]
+
+
+def test_overwrite_removes_runs_alone_and_never_the_model_that_it_starts_from(fails, tmp_path):
+    model, tokenizer = random_model("Qwen2")
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "run" / "model")
+    flags = ["--model", tmp_path / "run" / "model", "--output_dir", str(tmp_path / "run"), "--overwrite"]
+    assert "holds model, but no run" in fails(*flags)
+    write(tmp_path / "run" / "config.json", "{}")
+    assert "is in the run that would be replaced" in fails(*flags)
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
 def test_a_directory_that_is_no_model(fails, tmp_path):
@@ -142,6 +160,12 @@ def test_a_directory_that_is_no_model(fails, tmp_path):
     tokenizer.save_pretrained(tmp_path / "no_weights")
     model.config.save_pretrained(tmp_path / "no_weights")
     assert "no_weights" in fails("--model", tmp_path / "no_weights")
+    model.save_pretrained(tmp_path / "no_weights")  # two layers, where the config has three: the third would be random
+    random_model("Qwen2", num_hidden_layers=3)[0].config.save_pretrained(tmp_path / "no_weights")
+    assert "no weights for model.layers.2." in fails("--model", tmp_path / "no_weights")
+    weights = tmp_path / "no_weights" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "not a model that transformers can load" in fails("--model", tmp_path / "no_weights")
 
 
 def test_tokenizer_and_model_that_do_not_fit(fails, tmp_path):
@@ -225,15 +249,18 @@ def test_killed_at_random_and_resumed_the_end_is_bit_equal(script, small, whole_
     assert_same_outcome(whole_run(script), out)
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, code, small, whole_run, tmp_path):
+@pytest.mark.parametrize("number, code, heard", [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, True)])
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, code, heard, small, whole_run, tmp_path):
+    """Also where nobody reads what it says: Ctrl-C in `python grpo.py 2>&1 | tee log` ends the tee first."""
     out = tmp_path / "stopped"
     command = [*small("grpo"), "--save_every", 100, "--output_dir", out]
     process = start_script(*command)
     wait_for(lambda: (out / "metrics.jsonl").exists(), process)
+    errors = process.stderr
+    if not heard:
+        errors.close()
     process.send_signal(number)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == code and "--resume" in errors
+    assert process.wait(timeout=120) == code and (not heard or "--resume" in errors.read())
     assert len(list(out.glob("checkpoint/step-*"))) == 1 and len(read_metrics(out)) < 5
     done = run_script(*command, "--resume")
     assert done.returncode == 0, done.stderr
@@ -359,7 +386,7 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
     assert len(whole[0]) == len(resumed[0]) == 2 and all(map(torch.equal, whole[1], resumed[1]))
     for file in (tmp_path / "run").glob("checkpoint/*/*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(common.UserError, match="is damaged"):
+    with pytest.raises(common.UserError, match="is damaged.*(EOF|Error)"):  # and why
         begin(resume=True)
 
 
@@ -381,6 +408,9 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch, whole_run
     with pytest.raises(common.TrainingFailed, match="No space left on device.*step-000000 is intact"):
         common.Run.save_checkpoint(run)
     assert [path.name for path in run.checkpoints()] == ["step-000000"]
+    monkeypatch.setattr("builtins.open", full)
+    with pytest.raises(common.TrainingFailed, match="cannot write .*metrics.jsonl: No space left on device"):
+        run.append("metrics.jsonl", [{}])
 
 
 @pytest.mark.parametrize("script", ["grpo", "ppo", "reward_model"])
