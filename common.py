@@ -343,17 +343,19 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
                 if re.search("drop$|dropout", key) and isinstance(value, float):
                     setattr(part, key, 0.0)
         dtype = torch.bfloat16 if device.type == "cuda" and not trainable else torch.float32
+        missing = set()
         with torch.random.fork_rng(devices=[]):  # only rank 0 draws, where a head is new
             if rank() == 0:
                 model, report = cls.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True,
                                                     trust_remote_code=trust_remote_code, output_loading_info=True)
-                if missing := sorted(set(report["missing_keys"]) - ({"score.weight"} if trainable else set())):
-                    raise ValueError(f"no weights for {', '.join(missing[:3])}{', …' * (len(missing) > 3)}")
+                missing = set(report["missing_keys"]) - ({"score.weight"} if trainable else set())
             else:
                 with torch.device("meta"):
                     model = cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     if cls is AutoModelForSequenceClassification and not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise UserError(f"--model {name}: {type(model).__name__} has no scalar head named score")
+    if missing:  # transformers would draw them at random
+        raise UserError(f"--model {name}: no weights for {', '.join(sorted(missing)[:3])}{', …' * (len(missing) > 3)}")
     model.saved_dtype = saved_dtype
     model.eval().requires_grad_(trainable)
     return shard(model, device)
