@@ -1708,7 +1708,7 @@ def load_reward_function(spec: str):
 LONGEST_COMPLETION, LONGEST_ANSWER, LONGEST_LIST, DEEPEST, MOST_BITS = 20_000, 400, 20, 30, 8_000
 
 _BARE_BOX = re.compile(r"\\boxed +([^\s\\${}]+)")
-_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
+_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.S)
 _HEADING = re.compile(r"""
     ^[ \t]* (?:
       # **Answer:** 18 or # Answer; then it may stand on the next line, if that does not begin a sentence
