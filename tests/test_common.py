@@ -56,6 +56,12 @@ def test_a_scaled_or_biased_head_is_exact(changes):
     assert common.head_is_sliceable(model.bfloat16())  # whose logits are rounded
 
 
+def test_a_model_that_looks_ahead_is_noticed():
+    """The rows of a batch are read without their padding, and without what follows: right for causal models alone."""
+    with pytest.warns(UserWarning, match="all logits at once"):
+        assert not common.head_is_sliceable(random_model("Bert")[0])
+
+
 def test_an_unknown_head_falls_back_to_full_logits_with_one_warning(recwarn):
     """A head that `head_logits` does not know: here logits + position. Values stay those of the model."""
     model, tokenizer = random_model("Qwen2")
