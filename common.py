@@ -192,7 +192,7 @@ def launch(main, Config) -> None:
 
 
 class LastingStream:
-    """A stream that outlives its reader: Ctrl-C also ends the `tee` at the end of a pipe, and the run has yet to save."""
+    """A stream that outlives its reader: Ctrl-C also ends the `tee` that a run is piped to, and the run has to save."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -203,6 +203,7 @@ class LastingStream:
     def write(self, text):
         with contextlib.suppress(BrokenPipeError):
             self.stream.write(text)
+        return len(text)
 
     def flush(self):
         with contextlib.suppress(BrokenPipeError):
@@ -888,9 +889,10 @@ def read_preference(row: dict) -> Preference | None:
     if not isinstance(answers, list) or len(answers) < 2:
         raise ValueError("responses must be a list of at least two answers, best first")
     if prompt is None and all(isinstance(answer, list) for answer in answers):
-        prompt = answers[0][:-1]  # whole conversations: all but the last turn
-        if any(answer[:-1] != prompt for answer in answers):
-            raise ValueError("conversations without a prompt must differ in their last turn alone")
+        prompts = [answer[:-1] for answer in answers]
+        if not all(map(is_prompt, prompts)) or len({str([(m["role"], m["content"]) for m in p]) for p in prompts}) > 1:
+            raise ValueError("want a prompt that the conversations share: all but their last turns")
+        prompt = prompts[0]
     answers = [answer_text(answer) for answer in answers]
     if prompt is None and len(answers) > 2:
         raise KeyError("prompt")
@@ -913,7 +915,7 @@ def read_preference(row: dict) -> Preference | None:
 
 def is_number(value) -> bool:
     """Finite, that is: JSON files may have NaN."""
-    return isinstance(value, (int, float, np.number, np.bool_)) and bool(abs(value) < LARGEST)
+    return isinstance(value, (int, float, np.integer, np.floating, np.bool_)) and bool(abs(value) < LARGEST)
 
 
 def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str) -> list[Preference]:
@@ -1718,7 +1720,7 @@ _HEADING = re.compile(r"""
     ^[ \t]* (?:
       # **Answer:** 18 or # Answer; then it may stand on the next line, if that does not begin a sentence
       (?: \#+[ ]\** | \*\* ) (?: A (?= \**: ) | (?i:(?:final[ ])?answer) (?= \**[ \t]* (?: : | $ ) ) )
-      (?: [\s*:$] | \\\[ )* (?= [^\s*:$] ) (?! [A-Z][\w']*[ ][a-z] )
+      (?: [\s*:$] | \\\[ | --- )* (?= [^\s*:$\#-] | -[^-] ) (?! [A-Z][\w']*[ ][a-z] )
     |
       # Answer: 18 or A: 18 or #### 18
       (?: A: | (?i:(?:final[ ])?answer:) | \#\#\#\# ) [ \t]* (?: (?: \\\[ | \$\$ ) \s* )?
@@ -1748,8 +1750,8 @@ def extract_answer(text) -> str | None:
 
 
 def _in_boxes(text: str) -> list[tuple[int, str]]:
-    """"\\boxed{1} and \\boxed{\\frac12}" -> [(8, "1"), (29, "1, \\frac12")]: where each ends, and its answer."""
-    opened, found = [], []
+    """"\\boxed{1} and \\boxed{\\frac12}" -> [(8, "1"), (28, "1, \\frac12")]: where each ends, and its answer."""
+    opened, found = collections.deque(maxlen=DEEPEST), []  # the innermost ones: no real answer nests deeper
     for brace in _BRACE.finditer(text):
         if brace["box"] or brace["open"]:
             opened.append(brace)
@@ -1794,11 +1796,12 @@ _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currenc
     " ": r"\, \: \; \quad \qquad ~ \ ", ",": ";", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄", "^": "**",
     "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
     "≠": r"\ne \neq !=", "∪": r"\cup", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
-    ":": r"\colon", "|": r"\vert \lvert \rvert \mid", "^2": "²", "^3": "³", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
+    ":": r"\colon", "|": r"\vert \lvert \rvert \mid", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
     "\\emptyset": r"\varnothing ∅", " or ": r"\lor \vee", " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼",
     " 3/4": "¾", "\\frac": r"\dfrac \tfrac \cfrac", "\\binom": r"\dbinom \tbinom",
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
+_SPELLINGS |= {typed: f"^{i}" for i, typed in enumerate("²³⁴⁵⁶⁷⁸⁹", 2)}
 _SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|[<>!]=|[$%~;]|[^\x00-\x7f]"  # whatever may be a key of _SPELLINGS
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
@@ -1824,7 +1827,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"^ ?\\?\w+ ?∈", ""),  # x ∈ [1,2] is [1,2]
     (r"^ ?‹ ?\\?\w+ ?[|:](.*[<>≤≥].*)›[ .]*$", r"\1"),  # {x | x > 1} is x > 1
     # numbers and formulas
-    (r"_\{? ?([a-zA-Z]{2,}) ?\}?", r"_\\\1 "),  # F_{net}: an index is one letter
+    (r"_(?:[{ ] ?([a-zA-Z]{2,}) ?\}?|([a-zA-Z]{3,}))", r"_\\\1\2 "),  # F_{net}, F_net: one index; not in x_iy_i
     (r"\\(frac|binom|sqrt|log_) ?(\w)", r"\\\1{\2}"),  # \frac12
     (r"(\\(?:frac|binom)\{[^{}]*\}) ?(\w)", r"\1{\2}"),
     (r"(?<=\d) (\d+)/(\d+)", r"\\frac{\1}{\2}"),  # 2 1/2 is 2\frac{1}{2}, which is 2 + 1/2
@@ -1924,15 +1927,15 @@ def _as_interval(sides: list[str]) -> str:
 
 def _same_relation(a: list[str], b: list[str], depth: int) -> bool:
     """Two equations or inequalities agree where left − right of one is a constant (for < and ≤: positive) times the
-    other's. One that only names its answer (x = 5, f(2) = 5), or works it out (2 + 3 = 5), agrees with the plain one,
-    an inequality with its interval.
+    other's. One that only names its answer (x = 5, f(2) = 5), or works it out (2 + 3 = 5), agrees with the plain one.
+    An inequality agrees with its interval.
     """
     if len(a) == 1 or len(b) == 1:
         relation, (plain,) = (a, b) if len(b) == 1 else (b, a)
         name, sign, value = relation[0], relation[-2], relation[-1]
         if sign != "=":
             return plain[0] in "([" and _same(_as_interval(relation), plain, depth)
-        is_name = re.fullmatch(r"\D*(?:[(_]\{?\d+[)}]?)?\s*", name)  # x, f(2), x_1
+        is_name = re.fullmatch(r"(?!-)\D*(?:[(_]\{?\d+[)}]?)?\s*", name)  # x, f(2), x_1
         return _same(value, plain, depth) and (bool(is_name) or _same_value(name, plain))
     if a[1::2] != b[1::2]:
         return False
@@ -1970,11 +1973,12 @@ def _same_value(a: str, b: str) -> bool:
 
 
 def _split_unit(text: str) -> tuple[str, str]:
-    """"18 apples" -> ("18", "apple"), "5 cm^2" -> ("5", "cm2"), "12m" -> ("12", "m"), but "x+3m" -> ("x+3m", "")."""
+    """"18 apples" -> ("18", "apple"), "5 cm^2" -> ("5", "cm2"), "12m" -> ("12", "m"), but "x + 3m" -> ("x + 3m", "")."""
     found = _UNIT.search(text)
     number = text[:found.start()] if found else ""
     attached = found and len(found[1]) == 1 and found[0] == found[1]
-    if attached and not _NUMBER.fullmatch(number) or number.count("(") > number.count(")"):  # x+3m, 2(1+3m)
+    formula = found and len(found[1]) == 1 and re.search(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])", number)  # x + 3 m
+    if formula or attached and not _NUMBER.fullmatch(number) or number.count("(") > number.count(")"):  # 2(1+3m)
         return text, ""
     if not re.search(r"\d|\\pi", number):
         return text, ""
@@ -1982,8 +1986,10 @@ def _split_unit(text: str) -> tuple[str, str]:
 
 
 def _close(a, b) -> bool:
-    """Equal, or apart only by the rounding of floats."""
-    return a == b or not (_bits(a) and _bits(b)) and cmath.isclose(a, b, rel_tol=1e-12, abs_tol=1e-13)
+    """Equal, or apart only by the rounding of floats: \\sin(\\pi) is not quite 0."""
+    if _bits(a) and _bits(b):
+        return a == b
+    return cmath.isclose(a, b, rel_tol=1e-12, abs_tol=1e-13 if 0 in (a, b) else 0)
 
 
 def _bits(value) -> int:
@@ -2004,7 +2010,7 @@ def _whole(n) -> int:
 
 
 _OPERATORS = {  # how strongly it binds, what it does
-    ":": (1, lambda a, b: a ** 3 + 7919 * b), "_": (6, lambda x, n: x ** 3 + 7919 * n),  # 3:30, x_1: as good as any
+    ":": (1, lambda a, b: a ** 3 + 7919 * b), "_": (6, lambda x, n: x ** 3 + 7919 * n),  # 3:30, x_1: whatever tells them apart
     "+": (2, operator.add), "-": (2, operator.sub), "*": (3, operator.mul), "/": (3, operator.truediv),
     "^": (4, _power), "!": (5, lambda n: Fraction(math.factorial(_whole(n))))}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
@@ -2065,7 +2071,7 @@ def _values(text: str) -> list | None:
             value = _OF_TWO[token](atom(), atom())
         elif token == "sqrt":
             index = atom() if tokens[-1] == "[" else 2
-            value = atom() ** (1 / index)
+            value = _power(atom(), 1 / index)
         elif token in _FUNCTIONS:  # \log_2 8, \sin^2 x
             base = atom() if accept("_") else 10
             exponent = atom() if accept("^") else 1
@@ -2217,8 +2223,8 @@ class Run:
                 raise UserError(f"--output_dir {directory}: holds a run already; --resume goes on with it, --overwrite "
                                 "replaces it, another --output_dir leaves it alone")
             for needed in (cfg.model, getattr(cfg, "reward", "")):
-                if os.path.isdir(needed) and directory.resolve() in Path(needed).resolve().parents:
-                    raise UserError(f"--overwrite: {needed} is in the run that would be replaced")
+                if os.path.isdir(needed) and Path(needed).resolve().is_relative_to(directory.resolve()):
+                    raise UserError(f"--overwrite: {needed} is, or is in, the run that would be replaced")
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first: a directory gets such a name only when all of it is on disk."""
@@ -2272,7 +2278,7 @@ class Run:
     def make_directory(self):
         if self.cfg.overwrite:
             for path in (self.directory / name for name in self.WRITES):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
         self.directory.mkdir(parents=True, exist_ok=True)
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
                                 cwd=Path(__file__).parent).stdout.strip() if shutil.which("git") else ""

@@ -55,8 +55,8 @@ class Config(common.RunConfig):
 def token_rewards(scores: torch.Tensor, logprobs, ref_logprobs, mask, kl_coef: float) -> torch.Tensor:
     """scores [N], the rest [N, T] -> [N, T]: −β·(log π − log π_ref) at each token, + the score at the last.
 
-    InstructGPT eq. 2 without its pretraining term, a token at a time. ref_logprobs may be None where kl_coef is 0. Nothing is differentiated:
-    the KL is paid for like any reward, through the advantages.
+    InstructGPT eq. 2 without its pretraining term, a token at a time. ref_logprobs may be None where kl_coef is 0.
+    Nothing is differentiated: the KL is paid for like any reward, through the advantages.
     """
     penalty = kl_coef * (logprobs - ref_logprobs) if kl_coef > 0 else torch.zeros_like(logprobs)
     last = torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1  # [N, T]
@@ -145,7 +145,8 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
 def adapted_kl_coef(kl_coef: float, kl: float, target: float) -> float:
     """β after a batch whose KL was `kl` nats per completion: up where above the target, down where below.
 
-    β ← β (1 + 0.1·e), e = clip((kl − target) / target, −0.2, 0.2) (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+    β ← β (1 + 0.1·e), e = clip((kl − target) / target, −0.2, 0.2) (Ziegler et al. 2019, arXiv:1909.08593,
+    section 2.2).
     """
     return kl_coef * (1 + 0.1 * min(max((kl - target) / target, -0.2), 0.2))
 

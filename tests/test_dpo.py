@@ -124,7 +124,7 @@ def test_answers_are_cut_where_the_context_ends():
     ({"prompt": "p", "responses": ["a", "b"], "scores": [1, float("nan")]}, "scores must be"),
     ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": float("inf")}, "margin must be a number"),
     ({"chosen": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}],
-      "rejected": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}]}, "in their last turn"),
+      "rejected": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}]}, "the conversations share"),
     ({"chosen": [{"role": "assistant", "content": "a"}], "rejected": [{"role": "assistant", "content": "b"}]}, "want a prompt")])
 def test_broken_preference_rows_are_named(tmp_path, row, message):
     path = tmp_path / "pairs.jsonl"

@@ -22,7 +22,7 @@ from common import extract_answer, format_reward, is_equivalent
     ("#### 3\nWait.\n#### 4", "4"), ("**Final Answer**\n\n\\[ \\boxed{5} \\]", "5"),
     ("**Answer:**\n42", "42"), ("## Final Answer:\n\n\\[\n42\n\\]", "42"), ("**Final answer: 42**", "42"),
     ("Answer:\nLet us see.\nThe answer is 4.", "4"), ("A: **18** apples", "18 apples"),
-    ("Answer: \\[\n42", "42"), ("**A**\n\nas 2+2=4. The answer is 5.", "5"),
+    ("Answer: \\[\n42", "42"), ("**Answer:**\n\n---\n\n42", "42"), ("# Answer\n-5", "-5"), ("# Answer\n\n## Check", None), ("**A**\n\nas 2+2=4. The answer is 5.", "5"),
     ("\\\\boxed{004}", "004"), ("\\boxed{5} or \\boxed{}", "5"),
     ("\\boxed{18}\n\n**Answer:**", "18"), ("### **Final Answer**\n42", "42"), ("#### Answer\n18", "18"),
     ("**Answer:**\nWe have 2+2=4.\n\nSo the answer is 4.", "4"), ("### Answer:\n42\n\nThe answer is as above.", "42"),
@@ -86,7 +86,8 @@ SAME = [
     ("x < 1 \\text{ or } x \\ge 2", "(-\\infty, 1) \\cup [2, \\infty)"), ("5 \\textnormal{ miles}", "5"),
     ("\\varnothing", "\\emptyset"), ("90 \\text{ square feet}", "90\\text{ ft}^2"),
     ("8 cubic centimeters", "8 cm^3"), ("2(1+3m)", "2+6m"), ("5 \\approx 5.01", "5"),
-    ("v_{max}+1", "1+v_{max}"), ("\\text{(C)} or 7", "7, C"), ("x_{12}=5", "5"), ("2 \\text{ logs}", "2"),
+    ("v_{max}+1", "1+v_{max}"), ("x_iy_i", "y_i x_i"), ("x⁴", "x^4"),
+    ("F_\\text{net}", "F_{net}"), ("\\sin(\\pi)", "0"), ("x = -5", "-5"), ("\\text{(C)} or 7", "7, C"), ("x_{12}=5", "5"), ("2 \\text{ logs}", "2"),
     ("2x+4y=6", "x+2y=3"), ("1010_2", "1010_{2}"), ("3:30", "3:30")]
 
 
@@ -105,7 +106,7 @@ def test_the_same_answer_written_another_way(a, b):
     ("x<3", "-x<-3"), ("x=5", "y=5"), ("\\infty", "-\\infty"), ("e", "2.718281828"),
     ("12345678901234567890", "12345678901234567891"), ("0.\\overline{3}", "0.3"),
     ("0.\\overline{3}", "0.\\overline{4}"), ("9**9**9", "999"), ("1", "1.0001"), ("1,2,2", "1,1,2"), ("(2,1)", "1,2"),
-    ("3:30", "1/10"), ("8:34 PM", "-8:34 PM"), ("x_1", "x_2"), ("x_1^2", "x_2^2"), ("10 \\sqrt2", "10 \\sqrt3"),
+    ("3:30", "1/10"), ("8:34 PM", "-8:34 PM"), ("x_1", "x_2"), ("x + 5 m", "x + 5"), ("-x=5", "5"), ("e^{-40}", "e^{-50}"), ("x_1^2", "x_2^2"), ("10 \\sqrt2", "10 \\sqrt3"),
     ("{1,2", "1,2}"), ("\\text{June 20}", "June 21"), ("5 am", "5 pm"), ("300!", "200!"),
     ("421", "4210_5"), ("2516_9", "2516_8"), ("5 million", "5"), ("x+3m", "x+3"), ("3+3 = 5", "5"), ("12^{th}", "13"),
     ("\\sqrt2 \\approx 1.41", "1.41"), ("(A) 5", "(B)"), ("(A) 5", "(A) 6"), ("\\dot{x}", "x"), ("(A) B", "A"),
@@ -131,7 +132,7 @@ HOSTILE = [
     "+".join(f"1/{i}^{{99}}" for i in range(2, 40)), "5 " + "a" * 390, "x=5 " * 90, "\\frac{1}{" * 60, "(\\cos 0)!",
     "**Answer:**" + " " * 19_990, "# Answer:" + "\t" * 19_990, "# Answer\n" + " \n" * 9_990, "**" * 9_990,
     "Answer" + "*" * 19_000, "\\vec{" * 80, "=" * 200 + "≈" * 200, "1" * 200 + "≈" * 200, "\\pi" * 100 + "≈" * 99,
-    "²", "1." + "9" * 150 + "\\overline{" + "9" * 150 + "}", "\\ " * 190, "0^{-1}", "\\log_1 5", "i^i^i", "[]", "[[]]"]
+    "²", "\\sqrt[0.0000000001]{9}", "\u2028" + "\\box{" * 3300 + "}" * 3300, "1." + "9" * 150 + "\\overline{" + "9" * 150 + "}", "\\ " * 190, "0^{-1}", "\\log_1 5", "i^i^i", "[]", "[[]]"]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
