@@ -2217,7 +2217,8 @@ class Run:
                 raise UserError(f"--resume: no checkpoint in {directory / 'checkpoint'}")
             self.check_same_run()
         elif held := [name for name in self.WRITES if (directory / name).exists()]:
-            if "config.json" not in held:
+            config = directory / "config.json"  # a model's is of another kind
+            if not config.is_file() or '"flags"' not in config.read_text(errors="replace"):
                 raise UserError(f"--output_dir {directory}: holds {held[0]}, but no run that could have written it")
             if not cfg.overwrite:
                 raise UserError(f"--output_dir {directory}: holds a run already; --resume goes on with it, --overwrite "

@@ -146,8 +146,9 @@ def test_overwrite_removes_runs_alone_and_never_the_model_that_it_starts_from(fa
         part.save_pretrained(tmp_path / "run" / "model")
     flags = ["--model", tmp_path / "run" / "model", "--output_dir", str(tmp_path / "run"), "--overwrite"]
     assert "holds model, but no run" in fails(*flags)
-    write(tmp_path / "run" / "config.json", "{}")
-    assert "is in the run that would be replaced" in fails(*flags)
+    assert "holds config.json, but no run" in fails("--output_dir", str(tmp_path / "run" / "model"), "--overwrite")
+    write(tmp_path / "run" / "config.json", '{"flags": {}}')
+    assert "is in, the run that would be replaced" in fails(*flags)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
