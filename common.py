@@ -1973,7 +1973,7 @@ def _same_value(a: str, b: str) -> bool:
 
 
 def _split_unit(text: str) -> tuple[str, str]:
-    """"18 apples" -> ("18", "apple"), "5 cm^2" -> ("5", "cm2"), "12m" -> ("12", "m"), but "x + 3m" -> ("x + 3m", "")."""
+    """"18 apples" -> ("18", "apple"), "5 cm^2" -> ("5", "cm2"), "12m" -> ("12", "m"); "x + 3m" has none."""
     found = _UNIT.search(text)
     number = text[:found.start()] if found else ""
     attached = found and len(found[1]) == 1 and found[0] == found[1]
@@ -2010,7 +2010,7 @@ def _whole(n) -> int:
 
 
 _OPERATORS = {  # how strongly it binds, what it does
-    ":": (1, lambda a, b: a ** 3 + 7919 * b), "_": (6, lambda x, n: x ** 3 + 7919 * n),  # 3:30, x_1: whatever tells them apart
+    ":": (1, lambda a, b: a ** 3 + 7919 * b), "_": (6, lambda x, n: x ** 3 + 7919 * n),  # 3:30 and x_1: told apart
     "+": (2, operator.add), "-": (2, operator.sub), "*": (3, operator.mul), "/": (3, operator.truediv),
     "^": (4, _power), "!": (5, lambda n: Fraction(math.factorial(_whole(n))))}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
