@@ -2264,7 +2264,7 @@ class Run:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.note_signal)
         self.bar = tqdm(total=self.cfg.steps, initial=max(0, self.next_step - 1), desc=self.script, unit="step",
-                        disable=rank() > 0, dynamic_ncols=True)
+                        disable=rank() > 0, dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 30)
 
     def open_logger(self):
         """--log_to's log(metrics, step=step)."""
@@ -2361,10 +2361,11 @@ class Run:
             self.append("metrics.jsonl", [{"step": step, **metrics}])
             if self.log:
                 self.log(metrics, step=step)
-            self.bar.update(step > 0)
             shown = {"reward": ".3f", "accuracy": ".3f", "pair_accuracy": ".3f", "entropy": ".3f",
                      "tokens_per_second": ".0f"}
-            self.bar.set_postfix({name: format(metrics[name], spec) for name, spec in shown.items() if name in metrics})
+            self.bar.set_postfix({name: format(metrics[name], spec) for name, spec in shown.items() if name in metrics},
+                                 refresh=False)
+            self.bar.update(step > 0)
         evaluation = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval_")]
         if evaluation:
             say(f"step {step}: {', '.join(evaluation)}")
