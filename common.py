@@ -1949,9 +1949,10 @@ def _same_relation(a: list[str], b: list[str], depth: int) -> bool:
 
 
 _UNIT = re.compile(r"""
-    (?<=[\d)}\]\s]) \s* \(?  (                             # after a number, and a space, any word but a function;
-      (?: (?<=[\s(]) (?! (?: (?:arc)?(?:sin|cos|tan)h? | sqrt | log | exp ) (?![A-Za-z]) ) [A-Za-z]{3}
-        | (?:[ckm]?m|k?g|gm|ft|in|lbs?|oz|m[lg]|mph|hrs?|min|sec|[APap]\.?[Mm]|L) (?![A-Za-z]) )    # or one of these
+    (?<=[\d)}\]\s]) \s* \(?  (                             # after a number: a word (no function), which is long or
+      (?: (?! (?: (?:arc)?(?:sin|cos|tan)h? | sqrt | log | exp ) (?![A-Za-z]) )             # stands after a space,
+          (?: [A-Za-z]{4} | (?<=[\s(]) [A-Za-z]{3} )
+        | (?:[ckm]?m|k?g|gm|ft|in|lbs?|oz|m[lg]|mph|hrs?|min|sec|[APap]\.?[Mm]|L) (?![A-Za-z]) )    # or one of these;
       (?: [A-Za-z\s./()^23-] | \{[23-]+\} )* )$              # and what goes with it: 5 miles per hour, 5 cm^{2}
     """, re.X)
 
