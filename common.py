@@ -1782,7 +1782,7 @@ def is_equivalent(prediction, answer) -> bool:
         return False
     a, b = (extract_answer(side) or str(side) for side in (prediction, answer))
     if max(len(a), len(b)) > LONGEST_ANSWER:
-        return a.strip() == b.strip()
+        return a.strip() == b.strip() != ""
     try:
         if _NUMBER.fullmatch(a) and _NUMBER.fullmatch(b):
             return Fraction(a) == Fraction(b)
@@ -2349,6 +2349,7 @@ class Run:
                 for p, problem in enumerate(problems[:4]) for g in range(min(2, G))])
 
     def append(self, name: str, rows: list[dict]) -> None:
+        """Add lines to metrics.jsonl or samples.jsonl."""
         try:
             with open(self.directory / name, "a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -35,7 +35,7 @@ class Config(common.RunConfig):
     format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
     dynamic_sampling: bool = flag(True, "sample until there are P groups with 0 < correct < G")
     max_generation_batches: int = flag(10, "at most this many times; then the step makes do with what it has")
-    overlong_buffer: int = flag(8, "the last tokens before max_new_tokens, which cost up to 1 (paper: 4,096); 0: off")
+    overlong_buffer: int = flag(8, "tokens before max_new_tokens that cost up to 1 in all (paper: 4,096); 0: off")
     overlong_filtering: bool = flag(False, "truncated completions get no loss; they still count in their group")
     loss_average: Literal["token", "prompt", "sequence"] = flag("token", "see token_weights")
     minibatches: int = flag(1, "optimizer steps per pass over the rollout batch")
