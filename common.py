@@ -192,7 +192,7 @@ def launch(main, Config) -> None:
 
 
 class LastingStream:
-    """A stream that outlives its reader: Ctrl-C also ends the `tee` that a run is piped to, and the run has to save."""
+    """A stream that outlives its reader (a terminal that closes, a `tee` that Ctrl-C ends too): the run has to save."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -201,12 +201,12 @@ class LastingStream:
         return getattr(self.stream, name)
 
     def write(self, text):
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             self.stream.write(text)
         return len(text)
 
     def flush(self):
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             self.stream.flush()
 
 
@@ -2262,8 +2262,9 @@ class Run:
             self.drop_later_lines()
             with one_line_errors(f"--log_to {self.cfg.log_to}: it does not start"):
                 self.log = self.open_logger() if self.cfg.log_to != "none" else None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.note_signal)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the last when the terminal goes, but for nohup
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.note_signal)
         self.bar = tqdm(total=self.cfg.steps, initial=max(0, self.next_step - 1), desc=self.script, unit="step",
                         disable=rank() > 0, dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 30)
 

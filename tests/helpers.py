@@ -62,7 +62,7 @@ def run_script(script: str, *flags, processes: int = 0, timeout: float = 240) ->
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         return subprocess.run(launcher + command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
     module, argv, code, errors = importlib.import_module(script.removesuffix(".py")), sys.argv, 0, io.StringIO()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     sys.argv = command
     try:
         with contextlib.redirect_stderr(errors):

@@ -251,7 +251,8 @@ def test_killed_at_random_and_resumed_the_end_is_bit_equal(script, small, whole_
     assert_same_outcome(whole_run(script), out)
 
 
-@pytest.mark.parametrize("number, code, heard", [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, True)])
+@pytest.mark.parametrize("number, code, heard", [
+    (signal.SIGINT, 130, False), (signal.SIGTERM, 143, True), (signal.SIGHUP, 129, False)])
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, code, heard, small, whole_run, tmp_path):
     """Also where nobody reads what it says: Ctrl-C in `python grpo.py 2>&1 | tee log` ends the tee first."""
     out = tmp_path / "stopped"
