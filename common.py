@@ -1728,7 +1728,7 @@ _HEADING = re.compile(r"""
 _BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|(?P<open>\{)|(?P<close>\})|\\[{}]")
 _DRESSING = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")
 _PHRASE = re.compile(r"""
-    ^.* answer (?: [ ]is | : | [ ]= ) :? \** \s* (?=\S)                             # the final answer is:
+    ^.* answer (?: [ ]is | : | [ ]= ) :? \** \s* (?: \}\s* )? (?=\S)                # the final answer is:
     (.*?) (?= $ | [.!] (?: [\s*] | $ ) | ,?[ ] (?: because | since | so ) [ ] )     # 18 dollars because ...
     """, re.X | re.I | re.M)
 _BOLD = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])")  # not x**2
@@ -1736,7 +1736,8 @@ _BOLD = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])")  # not
 
 def extract_answer(text) -> str | None:
     """The final answer of a completion, or None: what stands in its last <answer>…</answer> or \\boxed{…}, or after
-    its last `####`, `# Answer`, `Answer:` or `A:` at the start of a line; failing these, after "the answer is".
+    its last `####`, `# Answer`, `Answer:` or `A:` at the start of a line; failing these, after "the answer is". An
+    <answer> that was cut off before </answer> is none.
     """
     text, answer = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None
     for _ in range(3):  # <answer>\boxed{18}</answer> has one inside the other
@@ -1807,8 +1808,10 @@ _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 1
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
     # symbols and words
     (_BOLD, ""),
+    (r"((?:sin|cos|tan|cot|sec|csc) ?(?:\^\{?\d\}? ?)?(?:\\left)?[({]?)([\d.]+)(?:\^(?:\{\\circ\}|\\circ)|°)",
+     r"\1(\2*pi/180)"),
     (_SYMBOL, lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0])),
-    (r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?", ""),
+    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?", ""),
     (r"\\text\s*\{([^{}]*)\}", r" \1 "),
     (r"\s+", " "),
     (r"(?<=\d) ?\^? ?(?:\{ ?(?:st|nd|rd|th) ?\}|(?:st|nd|rd|th)\b)", " "),  # 12^{th}
@@ -2001,6 +2004,8 @@ def _bits(value) -> int:
 def _power(base, exponent):
     if _bits(exponent) and _bits(base) * abs(exponent) > MOST_BITS:
         raise ValueError
+    if _bits(base) and _bits(exponent) and base < 0 and exponent.denominator % 2:  # (-8)^{1/3}, \sqrt[3]{-8}: -2
+        return (-1) ** exponent.numerator * (-base) ** exponent
     return base ** exponent
 
 

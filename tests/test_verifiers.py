@@ -29,6 +29,7 @@ from common import extract_answer, format_reward, is_equivalent
     ("**Answer:**\nWe have 2+2=4.\n\nSo the answer is 4.", "4"), ("### Answer:\n42\n\nThe answer is as above.", "42"),
     ("\\boxed{1}, then \\boxed{x = \\boxed{2}}", "2"), ("## Final Answer\n\n4", "4"), ("\\boxed 5", "5"),
     ("$\\boxed{1}$ and $\\boxed{-2}$.", "1, -2"), ("\\boxed{5}\n\\boxed{5}", "5"),
+    ("\\[\n\\text{ANSWER: } 4\n\\]", "4"),
     ("\\boxed{1},\n\n" + " " * 30 + "no wait, \\boxed{2}", "2"), ("\\boxed{1}," + " " * 50 + "\\boxed{2}", "1, 2"),
     ("\\boxed{(1,2)}, \\boxed{(2,1)} \\quad \\text{and} \\quad \\boxed{3}", "(1,2), (2,1), 3")])
 def test_the_last_answer_is_extracted(text, answer):
@@ -68,6 +69,7 @@ SAME = [
     ("x/2", "\\frac x2"), ("\\tan^2 x", "(\\tan x)^2"), ("a_{1}+a_2", "a_2+a_1"),
     ("|x-1|", "\\left|1-x\\right|"), ("e^{2x}", "(e^x)^2"), ("\\frac{x}{y}", "xy^{-1}"),
     ("\\frac{1}{\\sqrt2}", "\\frac{\\sqrt{2}}{2}"), ("2^{2005}-1", "2\\cdot2^{2004}-1"), ("\\log_2 8", "3"),
+    ("\\sqrt[3]{-8}", "-2"), ("\\sqrt{-4}", "2i"), ("2\\cos 60^\\circ", "1"), ("\\sin^2(45^{\\circ})", "1/2"),
     ("5!", "120"), ("\\binom{5}{2}", "10"), ("\\cos 60", "\\cos(60)"),
     # lists, sets, intervals, matrices, relations
     ("1,-2", "-2, 1"), ("1 and 2", "2, 1"), ("\\{1,2\\}", "\\{2, 1\\}"), ("1\\pm\\sqrt2", "1-\\sqrt{2},1+\\sqrt{2}"),
