@@ -1,13 +1,14 @@
 """Speed and memory of what the scripts are made of, and of TRL on the same work. Nothing to download: random weights.
 
     python tests/bench.py [--device cuda] [--model tiny|qwen-0.5b|qwen-1.5b|qwen-7b] [--only rollout,logprobs,step]
-                          [--against trl] [--threads 2] [--rounds 3] [--out FILE.json]
+                          [--against trl] [--threads 2] [--rounds 3] [--flags="--kl_coef 0 …"] [--out FILE.json]
 
     rollout   `sample` against `model.generate`: fixed lengths, and ragged ones (ends drawn at random)
     logprobs  forward and backward of `token_logprobs` against all logits at once (and TRL's fused head)
     step      a step of grpo.py, split into its parts
     trl       steps of grpo.py, dpo.py, reward_model.py and ppo.py against TRL's trainers (PPO: TRL up to 1.12 has it)
     race      sampled accuracy after 20 seconds of training from the same start, against TRL's
+    memory    GB that each script needs on a GPU, counted without one (in no run but --only memory)
 
 Prints one table and a JSON line. Every case runs in a process of its own, one after the other, so that peak memory is
 its own: the largest resident size on CPU (VmHWM, reset after loading and warm-up), max_memory_allocated on CUDA.
@@ -120,12 +121,13 @@ def forward_flops(model, tokens: float, context: float) -> float:
 
 # ---------------------------------------------------------------------------------------------------------- models
 
-def random_model(name: str, device: str, vocab: int | None = None, dtype=None):
-    hidden, intermediate, layers, heads, kv_heads, own_vocab, tied = SHAPES[name]
+def random_model(name: str, device: str, vocab: int | None = None, dtype=None, layers: int | None = None):
+    hidden, intermediate, own_layers, heads, kv_heads, own_vocab, tied = SHAPES[name]
     config = transformers.Qwen2Config(
-        vocab_size=vocab or own_vocab, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=8192, pad_token_id=0,
-        eos_token_id=1, bos_token_id=None, tie_word_embeddings=tied, dtype=dtype or torch.float32)
+        vocab_size=vocab or own_vocab, hidden_size=hidden, intermediate_size=intermediate,
+        num_hidden_layers=layers or own_layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        max_position_embeddings=8192, pad_token_id=0, eos_token_id=1, bos_token_id=None, tie_word_embeddings=tied,
+        dtype=dtype or torch.float32)
     torch.manual_seed(0)
     with torch.device(device):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=config.dtype)
@@ -346,6 +348,51 @@ def step(args, flags: list[str]) -> dict:
             "update_flops_share": flops / parts["update"] / matmul_rate(args.device)}
 
 
+def kept_for_backward(name: str, layers: int, tokens: int = 64) -> float:
+    """Bytes a token that autograd keeps of the activations of `layers` decoder layers in bfloat16."""
+    model, kept = random_model(name, "meta", vocab=1000, dtype=torch.bfloat16, layers=layers).to_empty(device="cpu"), {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = model.base_model(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=False)  # kept alive: the
+    return sum(kept.values()) / tokens if out else 0.0  # addresses are not used twice
+
+
+def memory(args) -> dict:
+    """GB that a step needs on one GPU, and on each of eight, with --gradient_checkpointing.
+
+    Counted: the parameters, and what autograd keeps of a token in a layer. Worked out from these, the larger of
+    sampling: the shards (float32 masters, AdamW's moments; frozen models in bfloat16), and the policy gathered in
+        bfloat16; the KV cache then takes half of what is left;
+    update: the shards and their gradients, and the larger of
+        recomputed activations, embedding and head in bfloat16 with their gradient, and either the slices of logits or
+            two layers in bfloat16, with a gradient that FSDP2 copies to float32 to reduce it;
+        embedding and head while FSDP2 reduces their gradient.
+    """
+    tokens = args.micro_batch_tokens or 4096
+    hidden, _, layers, *_ = SHAPES[args.model]
+    model = random_model(args.model, "meta")
+    total, layer = (sum(p.numel() for p in part.parameters()) for part in (model, model.base_model.layers[0]))
+    root = total - layers * layer
+    one_layer = tokens * (kept_for_backward(args.model, 2) - kept_for_backward(args.model, 1))
+    recomputed = one_layer + layers * tokens * hidden * 2  # one layer, and each layer's input
+    slices = 4 * 4 * common.HEAD_SLICE["cuda"]  # float32 logits, their log-softmax and its gradients
+    result = {"parameters_b": total / 1e9, "activations": layers * one_layer / 1e9, "recomputed": recomputed / 1e9}
+    for script, trained, frozen, samples in (("grpo", 1, 1, True), ("grpo without KL, dapo, dr_grpo", 1, 0, True),
+                                             ("ppo", 2, 1, True), ("dpo, reward_model", 1, 0, False)):
+        for gpus in (1, 8):
+            sampling = (12 * trained + 2 * frozen) * total / gpus + samples * 2 * total
+            update = (16 * trained + 2 * frozen) * total / gpus + max(
+                recomputed + 4 * root + max(slices, (10 + 4 / gpus) * layer), (8 + 4 / gpus) * root)
+            result[f"{script}, {gpus} GPU{'s' * (gpus > 1)}"] = max(sampling, update) / 1e9
+    return result
+
+
 # ------------------------------------------------------------------------------------------------------------- TRL
 
 def trl_arguments(args, folder: str, **more) -> dict:
@@ -511,6 +558,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=0, help="new tokens per row (default: 40 for tiny, else 512)")
     parser.add_argument("--micro_batch_tokens", type=int, default=0)
+    parser.add_argument("--flags", default="", help="more flags of grpo.py for the step")
     parser.add_argument("--out", default="")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -538,11 +586,13 @@ def main() -> None:
                 add(f"logprobs, {vocab:,}, {path}", measure(args, "logprobs", path=path, vocab=vocab))
             add(f"logprobs, {vocab:,}, difference", measure(args, "logprobs_difference", vocab=vocab))
     if "step" in wanted:
-        add("step", measure(args, "step", flags=["--kl_coef", "0.04"]))
+        add("step", measure(args, "step", flags=["--kl_coef", "0.04", *args.flags.split()]))
     scripts = ["grpo", "dpo", "reward_model", "ppo"]
     if chosen := scripts if "trl" in wanted else [script for script in scripts if script in wanted]:
         for name, result in against_trl(args, chosen):
             add(name, result)
+    if "memory" in wanted:
+        add("memory", measure(args, "memory"))
     if "race" in wanted:
         for who in ("ours", "trl"):
             add(f"20 s of GRPO, {who}", measure(args, "race", who=who))
