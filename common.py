@@ -1478,7 +1478,7 @@ def head_is_sliceable(model) -> bool:
         return model.head_is_sliceable
     ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
 
-    def compare(model):
+    def compare(model, ids):  # on CUDA, FSDP of torch up to 2.11 cannot wrap a call without arguments
         whole, without_last = (model.base_model(input_ids=x, use_cache=False).last_hidden_state
                                for x in (ids, ids[:, :-1]))
         logits, own_logits = head_logits(model, whole), model(input_ids=ids, use_cache=False).logits
@@ -1487,7 +1487,7 @@ def head_is_sliceable(model) -> bool:
         return torch.allclose(logits, own_logits.float(), tolerance, tolerance) and bool(moved < 20 * tolerance)
     try:
         with evaluating(model):
-            model.head_is_sliceable = on_all_ranks(call_gathered(compare, model))
+            model.head_is_sliceable = on_all_ranks(call_gathered(compare, model, ids))
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, TypeError, RuntimeError):  # RuntimeError: hidden states of another width
