@@ -190,13 +190,14 @@ def rollout(args, lengths: str, greedy_check: int = 32) -> dict:
     generate_peak = peak_memory(device)
     tokens, longest = (statistics.mean(column) for column in zip(*counts["ours"][1:]))
     rate, generate_rate = tokens / seconds, statistics.mean(c[0] for c in counts["generate"][1:]) / generate_seconds
-    if device == "cuda":
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    context = L + (mean / 2 if lengths == "fixed" else mean)  # of lengths that are geometric the long ones count more
+    if device == "cuda":  # bytes: of an embedding that is not tied a step reads few rows
+        weights = 2 * sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
         cached = 2 * model.config.num_hidden_layers * model.config.num_key_value_heads * 2 * \
             model.config.hidden_size // model.config.num_attention_heads
-        limit = (longest * weights + tokens * (L + mean / 2) * cached) / (copy_bandwidth(device))
+        limit = (longest * weights + tokens * context * cached) / copy_bandwidth(device)
     else:
-        limit = forward_flops(model, tokens, L + mean / 2) / matmul_rate(device)
+        limit = forward_flops(model, tokens, context) / matmul_rate(device)
     return {"seconds": seconds, "tokens_per_second": rate, "generate_tokens_per_second": generate_rate,
             "ratio": rate / generate_rate, "limit_share": limit / seconds, "peak_mb": peak,
             "generate_peak_mb": generate_peak, "greedy_same": same, "mean_length": tokens / P / G, "longest": longest}
