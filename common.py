@@ -1353,7 +1353,8 @@ def hidden_states(model, input_ids, attention_mask, T: int, row, column):
     prompt = attention_mask[:, :L].sum(1)  # [B] tokens
     # how many columns to read: of completions, of whole rows
     last, width = (int(x.max()) if len(row) else 1 for x in (column, prompt[row] + column))
-    distinct, of = input_ids[:, :L].where(attention_mask[:, :L] > 0, -1).unique(dim=0, return_inverse=True)
+    prompts = input_ids[:, :L].where(attention_mask[:, :L] > 0, -1)
+    distinct, of = prompts.unique(dim=0, return_inverse=True) if L else (prompts[:0], None)  # L = 0: see `retokenize`
     saved = B * width - len(distinct) * L - B * last  # tokens
     saves = 0 < last <= T and saved > max(B * width / 5, SHARED_TOKENS) and can_share_prompts(model)
     if on_all_ranks(saves):  # the same passes everywhere, for FSDP gathers layer by layer
