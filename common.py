@@ -68,7 +68,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer
-from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer,
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer,
                           DynamicCache, HfArgumentParser, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
 
 SYSTEM_PROMPT = ("Think about the problem step by step, then give the answer. Write your reasoning and your answer as "
@@ -1225,9 +1226,13 @@ class GraphStep:
                     self.logits = self.run()
 
     def run(self):
-        seen = self.mask & (self.columns <= self.column)  # [m, width]
-        return self.model(input_ids=self.ids, attention_mask=seen[:, None, None], position_ids=self.position,
-                          past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+        seen, config = self.mask & (self.columns <= self.column), self.model.config.get_text_config()  # [m, width]
+        config._attn_implementation = "one_token"
+        try:
+            return self.model(input_ids=self.ids, attention_mask=seen[:, None, None], position_ids=self.position,
+                              past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+        finally:
+            config._attn_implementation = "sdpa"
 
     def __call__(self, chosen, position, column: int):
         """Tokens [m] at their positions [m], into this column of the cache -> logits [m, V], until the next call."""
@@ -1240,6 +1245,20 @@ class GraphStep:
             return self.run()
         self.graph.replay()
         return self.logits
+
+
+def one_token_attention(module, query, key, value, attention_mask, **kwargs):
+    """transformers' sdpa for one token a row. With a mask, that (before 5.23) copies each key and value to all heads
+    that share it, at every step; here those heads stand as queries [m, KV heads, heads of each, width]."""
+    m, heads, _, width = query.shape
+    if heads == key.shape[1] or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    query = query.reshape(m, key.shape[1], heads // key.shape[1], width)
+    out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=kwargs.get("scaling"))
+    return out.reshape(m, 1, heads, value.shape[3]), None
+
+
+AttentionInterface.register("one_token", one_token_attention)
 
 
 @functools.cache
@@ -1401,7 +1420,8 @@ def read_prompts_once(model, prompts, prompt_of, completions, width: int):
 def head_logits(model, hidden):
     """[n, H] -> [n, V], float32, with the bias, scale or soft cap that some architectures have."""
     config = model.config.get_text_config()
-    logits = model.get_output_embeddings()(hidden).float()
+    head = model.get_output_embeddings()
+    logits = head(hidden.to(head.weight.dtype)).float()  # Mamba's are float32, always
     if scale := getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None):
         logits = logits * scale  # Cohere; Falcon-H1
     if scale := getattr(config, "logits_scaling", None):  # Granite
