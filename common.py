@@ -171,16 +171,20 @@ def launch(main, Config) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     huggingface_hub.utils.logging.set_verbosity_error()
-    sys.stderr = LastingStream(sys.stderr)
+    sys.stderr, speaks = LastingStream(sys.stderr), os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         main(parse_config(Config, sys.argv[1:]))
     except KeyboardInterrupt:  # before the first step; later `Run.note_signal` has it
-        tqdm.write(f"{Path(sys.argv[0]).name}: interrupted before the first step", file=sys.stderr)
+        if speaks:
+            tqdm.write(f"{Path(sys.argv[0]).name}: interrupted before the first step", file=sys.stderr)
         sys.exit(130)
     except (UserError, torch.OutOfMemoryError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             error = TrainingFailed(f"out of GPU memory {memory_advice(error)} (the last checkpoint is intact): "
                                    f"{str(error).splitlines()[0]}")
+        if not speaks:  # most errors come to all ranks: when the first of them leaves, torchrun ends the others
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(15)
         message = " ".join(str(error).split())
         tqdm.write(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)  # on a line of its own
         sys.exit(error.exit_code)
@@ -233,6 +237,10 @@ def setup_device() -> torch.device:
         torch.backends.cuda.enable_cudnn_sdp(False)  # replans for each shape; NaN with some masks (pytorch #196678)
     else:
         keep_freed_memory()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with contextlib.suppress(AttributeError):  # Linux: when torchrun itself is killed, its processes end too
+            PR_SET_PDEATHSIG = 1
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if (cuda or torchrun) and not dist.is_initialized():  # on one GPU, FSDP2 still does the mixed precision
         job = {} if torchrun else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **job)
@@ -517,9 +525,9 @@ def write_directory(directory: Path, fill, replace: bool = True) -> None:
         if replace and directory.exists():
             os.rename(directory, old)
         os.rename(temporary, directory)  # fails where `directory` still is
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         if replace or not directory.exists():  # else another process was first
-            raise TrainingFailed(f"cannot write {directory}: {error.strerror or error}") from error
+            raise TrainingFailed(f"cannot write {directory}: {getattr(error, 'strerror', None) or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
@@ -1632,12 +1640,20 @@ def load_reward(cfg, wrong: float = 0.0):
     judge = verify if cfg.reward == "verifier" else load_reward_function(cfg.reward)
 
     def score(problems: list[Problem], rollout: Rollout):
-        G, judged = len(rollout.completions) // len(problems), []
-        with torch.random.fork_rng(devices=[]):  # a function may draw numbers; the ranks must stay in step
-            for i in my_share(len(rollout.completions)):
-                reward = judge(problems[i // G], rollout.completions[i])
-                bonus = cfg.format_reward * format_reward(rollout.completions[i]) if cfg.format_reward else 0.0
-                judged.append((reward + bonus, reward > 0))
+        G, judged, failed = len(rollout.completions) // len(problems), [], []
+        with torch.random.fork_rng(devices=[]):
+            seed = int(torch.randint(2 ** 31, ()))
+            try:
+                for i in my_share(len(rollout.completions)):
+                    if judge is not verify:  # a function may draw numbers: the same ones for a row on any rank
+                        transformers.set_seed(seed + i)
+                    reward = judge(problems[i // G], rollout.completions[i])
+                    bonus = cfg.format_reward * format_reward(rollout.completions[i]) if cfg.format_reward else 0.0
+                    judged.append((reward + bonus, reward > 0))
+            except UserError as error:
+                failed.append(error)
+        for error in gather_in_order(failed):  # raised alone, it would leave the other ranks waiting
+            raise error
         judged = list(zip(*gather_in_order(judged)))  # all the rewards; which are right
         rewards, correct = torch.tensor(judged, device=rollout.mask.device).view(2, len(problems), G)
         return rewards, correct.bool()
@@ -2285,7 +2301,8 @@ class Run:
                 on_main_rank_first(self.make_directory)
             self.save_checkpoint()
         if rank() == 0:
-            self.drop_later_lines()
+            with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
+                self.drop_later_lines()
             with one_line_errors(f"--log_to {self.cfg.log_to}: it does not start"):
                 self.log = self.open_logger() if self.cfg.log_to != "none" else None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the last when the terminal goes, but for nohup
@@ -2311,11 +2328,12 @@ class Run:
         self.directory.mkdir(parents=True, exist_ok=True)
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
                                 cwd=Path(__file__).parent).stdout.strip() if shutil.which("git") else ""
-        (self.directory / "config.json").write_text(json.dumps({
-            "script": self.script, "flags": dataclasses.asdict(self.cfg), "commit": commit or None,
-            "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
-                         "transformers": transformers.__version__, "numpy": np.__version__},
-            "processes": world_size(), "device": str(self.device)}, indent=2) + "\n")
+        with open(self.directory / "config.json", "x") as file:  # fails where another run began a moment ago
+            json.dump({
+                "script": self.script, "flags": dataclasses.asdict(self.cfg), "commit": commit or None,
+                "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
+                             "transformers": transformers.__version__, "numpy": np.__version__},
+                "processes": world_size(), "device": str(self.device)}, file, indent=2)
 
     def note_signal(self, number, frame):
         """Finish the step first; a second signal ends at once."""
@@ -2432,12 +2450,10 @@ class Run:
         # one but those that no gradient reaches: the image tower of a model that only reads text here.
         stepped = {name: [parameter in optimizer.state for parameter in optimizer.param_groups[0]["params"]]
                    for name, (_, optimizer, _) in self.trained.items() if optimizer.state}
-        kind, keys, *rest = np.random.get_state()  # keys is an array, which weights_only=True would not load
         state = {"next_step": self.next_step, "position": self.data.position, "bad_steps": self.bad_steps,
                  "extra": self.extra, "stepped": stepped,
                  "schedules": {name: schedule.state_dict() for name, (_, _, schedule) in self.trained.items()},
-                 "random": {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest],
-                            "torch": torch.get_rng_state()}}  # rank 0's; scripts draw from torch's, alike on all ranks
+                 "random": torch.get_rng_state()}  # alike on all ranks; rewards have seeds of their own
 
         def prepare():
             shutil.rmtree(temporary, ignore_errors=True)
@@ -2461,7 +2477,7 @@ class Run:
             raise TrainingFailed(f"cannot save to {final.parent}: {innermost(error)}; {intact} is intact") from error
 
     def load_checkpoint(self) -> None:
-        """Fill models, optimizers, schedules, data position and random states from the newest checkpoint."""
+        """Fill models, optimizers, schedules, data position and random state from the newest checkpoint."""
         path = self.checkpoints()[-1]
         try:
             state = torch.load(path / "state.pt", weights_only=True)
@@ -2481,9 +2497,7 @@ class Run:
                 schedule.load_state_dict(state["schedules"][name])
             self.next_step, self.data.position = state["next_step"], state["position"]
             self.bad_steps, self.extra = state["bad_steps"], state["extra"]
-            random.setstate(state["random"]["python"])
-            np.random.set_state(state["random"]["numpy"])
-            torch.set_rng_state(state["random"]["torch"])
+            torch.set_rng_state(state["random"])
         # damaged files raise anything, from EOFError to UnpicklingError; and CheckpointException is no Exception
         except (Exception, dcp.api.CheckpointException) as error:
             raise UserError(f"--resume: {path} is damaged or of another model: {innermost(error)}") from error
