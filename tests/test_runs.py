@@ -540,13 +540,14 @@ def f(prompt, completion, row):
     assert "raised KeyError: 'gold'" in message and done.returncode and "RuntimeError" not in done.stderr, done.stderr
 
 
-def test_a_killed_torchrun_leaves_no_process_behind(tmp_path):
-    """One that went on would write where --resume writes."""
+@pytest.mark.parametrize("killed", ["rank", "torchrun"])
+def test_what_is_killed_takes_the_others_with_it(killed, tmp_path):
+    """A hang would waste a machine; a rank that outlives torchrun would write where --resume writes."""
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "grpo.py", "--steps",
          "1000", "--output_dir", str(tmp_path / "run")], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists(), process)
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    assert len(children) == 2
-    process.kill()
-    process.communicate(timeout=30)  # returns when nobody holds stderr any more
+    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(ranks[-1]) if killed == "rank" else process.pid, signal.SIGKILL)
+    process.communicate(timeout=90)  # returns when nobody holds stderr any more
+    assert len(ranks) == 2 and process.returncode not in (0, None)
