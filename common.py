@@ -69,8 +69,9 @@ from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer,
-                          DynamicCache, HfArgumentParser, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
+from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification,
+                          AutoTokenizer, DynamicCache, HfArgumentParser, PreTrainedTokenizerFast, Qwen2Config,
+                          Qwen2ForCausalLM)
 
 SYSTEM_PROMPT = ("Think about the problem step by step, then give the answer. Write your reasoning and your answer as "
                  "<think> reasoning here </think><answer> answer here </answer>.")
@@ -1234,13 +1235,13 @@ class GraphStep:
                     self.logits = self.run()
 
     def run(self):
-        seen, config = self.mask & (self.columns <= self.column), self.model.config.get_text_config()  # [m, width]
-        config._attn_implementation = "one_token"
+        seen = self.mask & (self.columns <= self.column)  # [m, width]
+        AttentionInterface.register("sdpa", one_token_attention)  # under that name, which models compare with (Falcon)
         try:
             return self.model(input_ids=self.ids, attention_mask=seen[:, None, None], position_ids=self.position,
                               past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
         finally:
-            config._attn_implementation = "sdpa"
+            AttentionInterface.register("sdpa", sdpa_attention_forward)
 
     def __call__(self, chosen, position, column: int):
         """Tokens [m] at their positions [m], into this column of the cache -> logits [m, V], until the next call."""
@@ -1259,14 +1260,12 @@ def one_token_attention(module, query, key, value, attention_mask, **kwargs):
     """transformers' sdpa for one token a row. With a mask, that (before 5.23) copies each key and value to all heads
     that share it, at every step; here those heads stand as queries [m, KV heads, heads of each, width]."""
     m, heads, _, width = query.shape
-    if heads == key.shape[1] or kwargs.get("position_bias") is not None:
+    one_mask = attention_mask is not None and attention_mask.shape[1] == 1  # Doge has one for each head
+    if heads == key.shape[1] or not one_mask or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     query = query.reshape(m, key.shape[1], heads // key.shape[1], width)
     out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=kwargs.get("scaling"))
     return out.reshape(m, 1, heads, value.shape[3]), None
-
-
-AttentionInterface.register("one_token", one_token_attention)
 
 
 @functools.cache

@@ -206,7 +206,7 @@ def test_greedy_output_is_that_of_generate(architecture, changes):
             assert rollout.input_ids[2 * p + g].tolist() == expected[p].tolist()
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "GPT2", "Mistral", "Gemma2"])
+@pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "GPT2", "Mistral", "Gemma2", "Falcon", "Doge"])
 def test_the_step_that_cuda_captures_samples_the_same(architecture, monkeypatch):
     """Its static buffers and masks, run without a capture: rows that leave, widths that are outgrown, padding."""
     model, tokenizer = random_model(architecture)
@@ -222,7 +222,7 @@ def test_the_step_that_cuda_captures_samples_the_same(architecture, monkeypatch)
     monkeypatch.setattr(common, "can_use_graph", lambda model, cache: model.config._attn_implementation == "sdpa" and all(
         isinstance(layer, common.RoomyLayer) for layer in cache.layers))
     assert all(torch.equal(draw(temperature), ids) for temperature, ids in zip((0, 1.3), expected))
-    if architecture in ("Qwen2", "Llama", "GPT2"):
+    if architecture not in ("Mistral", "Gemma2"):  # sliding windows
         assert len({step.width for step in steps}) > 1 and len({len(step.ids) for step in steps}) > 1
 
 
