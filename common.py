@@ -1844,8 +1844,8 @@ _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 1
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
     # symbols and words
     (_BOLD, ""),
-    (r"((?:sin|cos|tan|cot|sec|csc) ?(?:\^\{?\d\}? ?)?(?:\\left)?[({]?)([\d.]+)(?:\^(?:\{\\circ\}|\\circ)|°)",
-     r"\1(\2*pi/180)"),
+    (r"((?:sin|cos|tan|cot|sec|csc) ?(?:\^\{?\d\}? ?)?(?:\\left)?[({]?-?)([\d.]+)"
+     r"(?: ?\^ ?(?:\{ ?\\circ ?\}|\\circ)|°)", r"\1(\2*pi/180)"),
     (_SYMBOL, lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0])),
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?", ""),
     (r"\\text\s*\{([^{}]*)\}", r" \1 "),
@@ -2040,7 +2040,8 @@ def _bits(value) -> int:
 def _power(base, exponent):
     if _bits(exponent) and _bits(base) * abs(exponent) > MOST_BITS:
         raise ValueError
-    if _bits(base) and _bits(exponent) and base < 0 and exponent.denominator % 2:  # (-8)^{1/3}, \sqrt[3]{-8}: -2
+    # (-8)^{1/3} and \sqrt[3]{-8} are -2; not (-1)^n: a letter stands for a fraction of denominator 97
+    if _bits(base) and _bits(exponent) and base < 0 and exponent.denominator in range(3, 97, 2):
         return (-1) ** exponent.numerator * (-base) ** exponent
     return base ** exponent
 

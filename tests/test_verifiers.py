@@ -70,6 +70,7 @@ SAME = [
     ("|x-1|", "\\left|1-x\\right|"), ("e^{2x}", "(e^x)^2"), ("\\frac{x}{y}", "xy^{-1}"),
     ("\\frac{1}{\\sqrt2}", "\\frac{\\sqrt{2}}{2}"), ("2^{2005}-1", "2\\cdot2^{2004}-1"), ("\\log_2 8", "3"),
     ("\\sqrt[3]{-8}", "-2"), ("\\sqrt{-4}", "2i"), ("2\\cos 60^\\circ", "1"), ("\\sin^2(45^{\\circ})", "1/2"),
+    ("\\sin(-30^\\circ)", "-\\sin 30 ^{\\circ}"),
     ("5!", "120"), ("\\binom{5}{2}", "10"), ("\\cos 60", "\\cos(60)"),
     # lists, sets, intervals, matrices, relations
     ("1,-2", "-2, 1"), ("1 and 2", "2, 1"), ("\\{1,2\\}", "\\{2, 1\\}"), ("1\\pm\\sqrt2", "1-\\sqrt{2},1+\\sqrt{2}"),
@@ -121,6 +122,7 @@ def test_the_same_answer_written_another_way(a, b):
     ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1&2\\end{pmatrix}"), ("\\{x|x>3\\}", "x \\ge 3"),
     ("x=5", "x+2=7.5"), ("2x=10", "10"), ("\\infty", "5"), ("(2,\\infty)", "(2,5)"), ("2xy", "2"), ("2 x", "2"),
     ("A", "B"), ("Tuesday", "Monday"), ("3:30", "3:31"), ("1010_2", "1010_3"), ("", "5"), (None, "5"),
+    ("(-1)^a", "(-1)^f"), ("(-1)^F", "1"), ("(-3)^{-1}", "-0.33333333333333333"),
     ("9**9**9", "1"), ("__import__('os').system('true')", "0"), ("1/0", "1/0 + 1")])
 def test_another_answer(a, b):
     assert not is_equivalent(a, b)
