@@ -259,7 +259,9 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, code, he
     """Also where nobody reads what it says: Ctrl-C in `python grpo.py 2>&1 | tee log` ends the tee first."""
     out = tmp_path / "stopped"
     command = [*small("grpo"), "--save_every", 100, "--output_dir", out]
+    before = signal.signal(number, signal.SIG_DFL)  # what `nohup pytest` ignores its children would ignore too
     process = start_script(*command)
+    signal.signal(number, before)
     wait_for(lambda: (out / "metrics.jsonl").exists(), process)
     errors = process.stderr
     if not heard:
