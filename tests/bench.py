@@ -436,14 +436,16 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
                 (tick or clock.tick)(*([trainer.model] if tick else []))
     tokenizer = common.load_tokenizer(directory)
     if script == "grpo":
-        rows = args.prompts * args.group
+        rows = args.prompts * args.group // minibatches
+        micro_batches = 1 if args.model == "tiny" else max(1, rows // 8)  # about our 4,096 tokens
 
         def reward(completions, answer, **_):
             return [float(common.is_equivalent(common.extract_answer(c), a)) for c, a in zip(completions, answer)]
         problems = common.arithmetic_rows(2, "train")
         kind, extra, data = library.GRPOTrainer, {"reward_funcs": reward}, problems
         config = library.GRPOConfig(**trl_arguments(
-            args, tempfile.mkdtemp(), per_device_train_batch_size=rows // minibatches, steps_per_generation=minibatches,
+            args, tempfile.mkdtemp(), per_device_train_batch_size=rows // micro_batches,
+            gradient_accumulation_steps=micro_batches, steps_per_generation=minibatches * micro_batches,
             num_iterations=updates, num_generations=args.group, temperature=1.0, beta=kl, loss_type="grpo",
             max_completion_length=args.tokens or (40 if args.model == "tiny" else 512)))
     elif script == "ppo":  # prompts alone; the reward model that ppo.py is given, a critic and a reference as there
