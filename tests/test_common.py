@@ -56,6 +56,12 @@ def test_a_scaled_or_biased_head_is_exact(changes):
     assert common.head_is_sliceable(model.bfloat16())  # whose logits are rounded
 
 
+def test_a_head_in_bfloat16_takes_hidden_states_in_float32():
+    """Mamba's last norm returns those whatever the dtype of its weights."""
+    model, _ = random_model("Mamba")
+    assert common.head_is_sliceable(model.bfloat16())
+
+
 def test_a_model_that_looks_ahead_is_noticed():
     """The rows of a batch are read without their padding, and without what follows: right for causal models alone."""
     with pytest.warns(UserWarning, match="all logits at once"):
