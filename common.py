@@ -1645,7 +1645,8 @@ def load_reward(cfg, wrong: float = 0.0):
             try:
                 for i in my_share(len(rollout.completions)):
                     if judge is not verify:  # a function may draw numbers: the same ones for a row on any rank
-                        transformers.set_seed(seed + i)
+                        for set_seed in (random.seed, np.random.seed, torch.default_generator.manual_seed):
+                            set_seed(seed + i)
                     reward = judge(problems[i // G], rollout.completions[i])
                     bonus = cfg.format_reward * format_reward(rollout.completions[i]) if cfg.format_reward else 0.0
                     judged.append((reward + bonus, reward > 0))
@@ -1841,11 +1842,11 @@ _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways
 _SPELLINGS |= {typed: f"^{i}" for i, typed in enumerate("²³⁴⁵⁶⁷⁸⁹", 2)}
 _SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|[<>!]=|[$%~;]|[^\x00-\x7f]"  # whatever may be a key of _SPELLINGS
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_DEGREES = re.compile(r"([\d.]+) ?(?:\^ ?(?:\{ ?\\circ ?\}|\\circ)|°)")
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
     # symbols and words
     (_BOLD, ""),
-    (r"((?:sin|cos|tan|cot|sec|csc) ?(?:\^\{?\d\}? ?)?(?:\\left)?[({]?-?)([\d.]+)"
-     r"(?: ?\^ ?(?:\{ ?\\circ ?\}|\\circ)|°)", r"\1(\2*pi/180)"),
+    (r"^[^=]*(?<!arc)(?:sin|cos|tan|cot|sec|csc)[^=]*$", lambda formula: _DEGREES.sub(r"(\1*pi/180)", formula[0])),
     (_SYMBOL, lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0])),
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?", ""),
     (r"\\text\s*\{([^{}]*)\}", r" \1 "),
@@ -2329,11 +2330,11 @@ class Run:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
                                 cwd=Path(__file__).parent).stdout.strip() if shutil.which("git") else ""
         with open(self.directory / "config.json", "x") as file:  # fails where another run began a moment ago
-            json.dump({
+            file.write(json.dumps({
                 "script": self.script, "flags": dataclasses.asdict(self.cfg), "commit": commit or None,
                 "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
                              "transformers": transformers.__version__, "numpy": np.__version__},
-                "processes": world_size(), "device": str(self.device)}, file, indent=2)
+                "processes": world_size(), "device": str(self.device)}, indent=2) + "\n")
 
     def note_signal(self, number, frame):
         """Finish the step first; a second signal ends at once."""

@@ -357,11 +357,11 @@ def kept_for_backward(name: str, layers: int, tokens: int = 64) -> float:
     def note(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+            kept[storage.data_ptr()] = storage  # not its size: alive, it keeps its address to itself
         return tensor
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        out = model.base_model(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=False)  # kept alive: the
-    return sum(kept.values()) / tokens if out else 0.0  # addresses are not used twice
+        model.base_model(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=False)
+    return sum(storage.nbytes() for storage in kept.values()) / tokens
 
 
 def memory(args) -> dict:
