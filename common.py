@@ -1257,8 +1257,10 @@ class GraphStep:
 
 
 def one_token_attention(module, query, key, value, attention_mask, **kwargs):
-    """transformers' sdpa for one token a row. With a mask, that (before 5.23) copies each key and value to all heads
-    that share it, at every step; here those heads stand as queries [m, KV heads, heads of each, width]."""
+    """transformers' sdpa for one token a row: query [m, heads, 1, width], key and value [m, KV heads, columns, width]
+    -> [m, 1, heads, width]. With a mask, that of 5.17 copies each key and value to all heads that share it, at every
+    step; here those heads stand as the queries of their KV head, as in 5.23.
+    """
     m, heads, _, width = query.shape
     one_mask = attention_mask is not None and attention_mask.shape[1] == 1  # Doge has one for each head
     if heads == key.shape[1] or not one_mask or kwargs.get("position_bias") is not None:
@@ -1628,7 +1630,8 @@ def load_reward(cfg, wrong: float = 0.0):
 
     verifier: 1 where the last answer equals the gold one, else `wrong` ≤ 0. FILE.py:FUNCTION: whatever
     FUNCTION(prompt, completion, row) returns; it counts as correct where it is above 0. --format_reward adds its
-    weight times `format_reward`. Each completion is judged once, by the rank that has it in its share.
+    weight times `format_reward`. Each completion is judged once, by the rank that has it in its share, and the random
+    numbers that FUNCTION may draw are seeded for it.
     REWARD_MODEL_DIR: see `load_reward_model`.
     """
     if is_reward_model(cfg.reward):
