@@ -65,7 +65,6 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_state_dict,
                                                      set_model_state_dict, set_state_dict)
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -1354,7 +1353,7 @@ def just_below(threshold: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 
 # --------------------------------------------------------------------------------------------------- log-probs
 
-HEAD_SLICE = {"cpu": 2 ** 25, "cuda": 2 ** 27}  # logits (tokens × vocabulary) at a time: 128 MB, 512 MB in float32
+HEAD_SLICE = {"cpu": 2 ** 21, "cuda": 2 ** 27}  # logits (tokens × vocabulary) at a time: 8 MB, 512 MB in float32
 SHARED_TOKENS = 400  # prompts are read once if that saves so many tokens, and a fifth: else a second pass costs more
 
 
@@ -1364,8 +1363,9 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     input_ids, attention_mask: [B, L+T], padded on the left before the prompt and on the right after the completion.
     Returns (logprobs, entropy), float32 [B, T], both of softmax(logits / temperature), 0 on padding, with gradients.
 
-    [B, T, V] never exists: the head runs on slices of the real completion tokens, recomputed in the backward pass.
-    Where logits are not what `head_logits` makes of hidden states, all are held at once, with one warning.
+    [B, T, V] never exists: the logits of the real completion tokens are worked out by slices of the vocabulary, again
+    in the backward pass. Where they are not what `head_logits` makes of hidden states, all are held at once, with one
+    warning.
     """
     function = sliced_logprobs if head_is_sliceable(model) else unsliced_logprobs
     return call_gathered(function, model, input_ids, attention_mask, num_completion_tokens, temperature)
@@ -1426,11 +1426,19 @@ def read_prompts_once(model, prompts, prompt_of, completions, width: int):
     return torch.cat([after_prompt[prompt_of, length - 1][:, None], hidden], 1)
 
 
-def head_logits(model, hidden):
-    """[n, H] -> [n, V], float32, with the bias, scale or soft cap that some architectures have."""
-    config = model.config.get_text_config()
+def head_weights(model) -> list:
+    """[weight [V, H]] of the head, or [weight, bias [V]]."""
     head = model.get_output_embeddings()
-    logits = head(hidden.to(head.weight.dtype)).float()  # Mamba's are float32, always
+    return [head.weight] if getattr(head, "bias", None) is None else [head.weight, head.bias]
+
+
+def head_logits(config, hidden, weight, bias=None):
+    """[n, H] -> [n, V], float32, with the bias, scale or soft cap that some architectures have.
+
+    With rows of the weight and the bias: the logits of this slice of the vocabulary.
+    """
+    config = config.get_text_config()
+    logits = F.linear(hidden.to(weight.dtype), weight, bias).float()  # Mamba's weights are float32, always
     if scale := getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None):
         logits = logits * scale  # Cohere; Falcon-H1
     if scale := getattr(config, "logits_scaling", None):  # Granite
@@ -1441,18 +1449,17 @@ def head_logits(model, hidden):
 
 
 def sliced_logprobs(model, input_ids, attention_mask, T, temperature):
-    def one_slice(hidden, targets):
-        return TargetLogprobs.apply(head_logits(model, hidden), targets, temperature)
-
     cells = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)  # (row [n], column [n]) of real tokens
     hidden = hidden_states(model, input_ids, attention_mask, T, *cells)  # what predicts them
     targets = input_ids[:, input_ids.shape[1] - T:][cells]
-    size = max(1, HEAD_SLICE[hidden.device.type] // model.config.get_text_config().vocab_size)
-    compute = functools.partial(recompute_in_backward, one_slice, use_reentrant=False, preserve_rng_state=False) \
-        if len(hidden) > size else one_slice
-    slices = [compute(h, y) for h, y in zip(hidden.split(size), targets.split(size))]
+    weights = head_weights(model)
+    size = HEAD_SLICE[hidden.device.type] // max(1, len(hidden)) + 1
+    if size >= len(weights[0]):
+        values = TargetLogprobs.apply(head_logits(model.config, hidden, *weights), targets, temperature)
+    else:
+        values = SlicedLogprobs.apply(model.config, targets, temperature, size, hidden, *weights)
     empty = torch.zeros(len(input_ids), T, device=hidden.device)
-    return tuple(empty.index_put(cells, torch.cat(values)) for values in zip(*slices))
+    return tuple(empty.index_put(cells, value) for value in values)
 
 
 def unsliced_logprobs(model, input_ids, attention_mask, T, temperature):
@@ -1470,9 +1477,7 @@ def unsliced_logprobs(model, input_ids, attention_mask, T, temperature):
 class TargetLogprobs(torch.autograd.Function):
     """logits [n, V], targets [n] -> log-probability of the target [n], entropy of the distribution [n].
 
-    What plain operations would give, with two tensors of [n, V] in the backward pass rather than five. With p the
-    probabilities, H their entropy and τ the temperature,  ∂ log p_y / ∂ logit_v = (1[v = y] − p_v) / τ  and
-    ∂H / ∂ logit_v = −p_v (log p_v + H) / τ.
+    What plain operations would give, with two tensors of [n, V] in the backward pass rather than five.
     """
 
     @staticmethod
@@ -1480,18 +1485,73 @@ class TargetLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.temperature = temperature
         logp = (logits / temperature if temperature != 1.0 else logits).log_softmax(-1)
-        entropy = -torch.bmm(logp.exp()[:, None], logp[:, :, None])[:, 0, 0]  # −Σ p log p
+        entropy = entropy_of(logp)
         ctx.save_for_backward(logp, targets, entropy)
         return logp.gather(-1, targets[:, None])[:, 0], entropy
 
     @staticmethod
-    def backward(ctx, grad, grad_entropy):
-        logp, targets, entropy = ctx.saved_tensors
-        grad = (torch.zeros_like(entropy) if grad is None else grad)[:, None] / ctx.temperature
-        out, factor = logp.exp(), -grad
-        if grad_entropy is not None:  # logp is not needed again
-            factor = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None] / ctx.temperature).sub_(grad)
-        return out.mul_(factor).scatter_add_(-1, targets[:, None], grad), None, None
+    def backward(ctx, *grads):
+        return logits_gradient(*ctx.saved_tensors, ctx.temperature, *grads), None, None
+
+
+def entropy_of(logp):
+    return -torch.bmm(logp.exp()[:, None], logp[:, :, None])[:, 0, 0]  # −Σ p log p
+
+
+def logits_gradient(logp, targets, entropy, temperature, grad, grad_entropy):
+    """The gradient [n, V] of logits, from those of the log-probs and entropies [n]. Overwrites `logp`, log p_v.
+
+    ∂ log p_y / ∂ logit_v = (1[v = y] − p_v) / τ  and  ∂H / ∂ logit_v = −p_v (log p_v + H) / τ, with the targets y, which
+    may lie outside the V columns, the entropy H and the temperature τ.
+    """
+    grad = (torch.zeros_like(entropy) if grad is None else grad)[:, None] / temperature
+    out, factor = logp.exp(), -grad
+    if grad_entropy is not None:  # logp is not needed again
+        factor = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None] / temperature).sub_(grad)
+    column = targets.clamp(0, logp.shape[1] - 1)
+    return out.mul_(factor).scatter_add_(1, column[:, None], grad * (column == targets)[:, None])
+
+
+class SlicedLogprobs(torch.autograd.Function):
+    """`TargetLogprobs` of `head_logits(config, hidden, *weights)`, of which only `size` columns exist at a time.
+
+    The forward pass keeps three numbers of each slice of the vocabulary: log Σ exp(logit), the entropy H_s within it,
+    and the target's logit. With P_s the softmax of the first over the slices, H = Σ P_s (H_s − log P_s). The backward
+    pass works the logits out again.
+    """
+
+    @staticmethod
+    def forward(ctx, config, targets, temperature, size, hidden, *weights):
+        ctx.set_materialize_grads(False)
+        starts = range(0, len(weights[0]), size)
+        log_sums, entropies, of_target = hidden.new_empty(3, len(hidden), len(starts), dtype=torch.float32)
+        for i, start in enumerate(starts):
+            logits = head_logits(config, hidden, *(w[start:start + size] for w in weights)).div_(temperature)
+            column = (targets - start).clamp(0, logits.shape[1] - 1)  # the target's, if it is in this slice
+            of_target[:, i] = logits.gather(1, column[:, None])[:, 0]
+            log_sums[:, i] = logits.logsumexp(1)
+            entropies[:, i] = entropy_of(logits.sub_(log_sums[:, i, None]))
+        log_sum, log_share = log_sums.logsumexp(1), log_sums.log_softmax(1)
+        entropy = (log_share.exp() * (entropies - log_share)).sum(1)
+        ctx.arguments = config, temperature, size
+        ctx.save_for_backward(targets, log_sum, entropy, hidden, *weights)
+        return of_target.gather(1, targets[:, None] // size)[:, 0] - log_sum, entropy
+
+    @staticmethod
+    def backward(ctx, *grads):
+        config, temperature, size = ctx.arguments
+        targets, log_sum, entropy, hidden, *weights = ctx.saved_tensors
+        hidden = hidden.detach().float().requires_grad_()  # float32, for its gradient is a sum over the slices
+        grad_weights = [torch.empty_like(w) for w in weights]
+        for start in range(0, len(weights[0]), size):
+            part = [w[start:start + size].detach().requires_grad_() for w in weights]
+            with torch.enable_grad():
+                logits = head_logits(config, hidden, *part)
+            logp = (logits.detach() / temperature).sub_(log_sum[:, None])
+            logits.backward(logits_gradient(logp, targets - start, entropy, temperature, *grads))
+            for whole, w in zip(grad_weights, part):
+                whole[start:start + size] = w.grad
+        return None, None, None, None, hidden.grad, *grad_weights
 
 
 def takes(model, name: str) -> bool:
@@ -1511,7 +1571,8 @@ def head_is_sliceable(model) -> bool:
     def compare(model, ids):  # on CUDA, FSDP of torch up to 2.11 cannot wrap a call without arguments
         whole, without_last = (model.base_model(input_ids=x, use_cache=False).last_hidden_state
                                for x in (ids, ids[:, :-1]))
-        logits, own_logits = head_logits(model, whole), model(input_ids=ids, use_cache=False).logits
+        logits = head_logits(model.config, whole, *head_weights(model))
+        own_logits = model(input_ids=ids, use_cache=False).logits
         tolerance = 1e-4 if own_logits.dtype == torch.float32 else 0.01  # a cap or a scale in bfloat16
         moved = (whole[:, :-1] - without_last).norm() / whole.norm()  # 0, but for kernels that round by shape
         return torch.allclose(logits, own_logits.float(), tolerance, tolerance) and bool(moved < 20 * tolerance)

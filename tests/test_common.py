@@ -23,9 +23,15 @@ def batch_of_three(tokenizer):
 
 # ----------------------------------------------------------------------------------------------------- log-probs
 
+def logprobs_and_entropy(model, ids, n: int, temperature: float):
+    """log π and Σ −p log p of the last n of `ids`, by plain operations on the model's own logits."""
+    logp = (model(ids[None]).logits[0] / temperature).log_softmax(-1)[-n - 1:-1]
+    return logp.gather(1, ids[-n:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logprobs_and_entropy_are_those_of_each_row_alone(architecture):
-    """log π(token) and Σ −p log p, from the model's own logits on the row without any padding."""
+    """Without any padding."""
     model, tokenizer = random_model(architecture)
     if architecture == "Gemma2":
         model.config.final_logit_softcapping = 2.0  # low, so that a missing soft cap would show
@@ -34,11 +40,9 @@ def test_logprobs_and_entropy_are_those_of_each_row_alone(architecture):
     logprobs, entropy = common.token_logprobs(model, input_ids, attention_mask, T, temperature)
     assert common.head_is_sliceable(model)
     for row in range(3):
-        ids = input_ids[row][attention_mask[row].bool()]
-        n = int(mask[row].sum())
-        expected = (model(ids[None]).logits[0] / temperature).log_softmax(-1)[-n - 1:-1]
-        torch.testing.assert_close(logprobs[row, :n], expected.gather(1, ids[-n:, None])[:, 0], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(entropy[row, :n], -(expected.exp() * expected).sum(-1), rtol=1e-4, atol=1e-5)
+        ids, n = input_ids[row][attention_mask[row].bool()], int(mask[row].sum())
+        expected = logprobs_and_entropy(model, ids, n, temperature)
+        torch.testing.assert_close((logprobs[row, :n], entropy[row, :n]), expected, rtol=1e-4, atol=1e-5)
         assert (logprobs[row, n:] == 0).all() and (entropy[row, n:] == 0).all()
 
 
@@ -100,21 +104,27 @@ def test_full_logits_are_those_of_each_row_alone_where_padding_would_change_them
         torch.testing.assert_close(logprobs[row, :n], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_gradient_is_that_of_full_logits_for_any_slice_size(monkeypatch):
-    model, tokenizer = random_model("Qwen2")
+@pytest.mark.parametrize("architecture", ["Qwen2", "Gemma2", "Phi", "Cohere"])  # plain, capped, biased, scaled
+def test_slices_of_the_vocabulary_give_the_values_and_gradients_of_plain_operations(architecture, monkeypatch):
+    model, tokenizer = random_model(architecture)
     input_ids, attention_mask, mask = batch_of_three(tokenizer)
     coefficients = torch.randn(mask.shape)
+    if architecture == "Phi":
+        model.lm_head.bias.data.normal_()  # zeros until then
 
-    def gradient(function):
+    def gradient(rows):
         model.zero_grad()
-        logprobs, entropy = function(model, input_ids, attention_mask, mask.shape[1], 0.9)
-        ((logprobs * coefficients).sum() + entropy.square().sum()).backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters()])
+        loss = sum((logprobs * c[:len(logprobs)]).sum() + entropy.square().sum()
+                   for (logprobs, entropy), c in zip(rows, coefficients))
+        loss.backward()
+        return loss.detach(), [p.grad.clone() for p in model.parameters()]
 
-    expected = gradient(common.unsliced_logprobs)
-    for logits_at_a_time in (1, 5 * len(tokenizer), 2 ** 25):  # one token, five, all
-        monkeypatch.setitem(common.HEAD_SLICE, "cpu", logits_at_a_time)
-        torch.testing.assert_close(gradient(common.sliced_logprobs), expected, rtol=1e-4, atol=1e-4)  # of up to 40
+    rows = [(ids[real.bool()], int(m.sum())) for ids, real, m in zip(input_ids, attention_mask, mask)]
+    expected = gradient([logprobs_and_entropy(model, ids, n, 0.9) for ids, n in rows])
+    for size in (1, 5, len(tokenizer)):  # columns at a time
+        monkeypatch.setitem(common.HEAD_SLICE, "cpu", (size - 1) * int(mask.sum()))
+        logprobs, entropy = common.token_logprobs(model, input_ids, attention_mask, mask.shape[1], 0.9)
+        torch.testing.assert_close(gradient(zip(logprobs, entropy)), expected, rtol=1e-4, atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------- micro-batches
