@@ -1453,7 +1453,8 @@ def sliced_logprobs(model, input_ids, attention_mask, T, temperature):
     hidden = hidden_states(model, input_ids, attention_mask, T, *cells)  # what predicts them
     targets = input_ids[:, input_ids.shape[1] - T:][cells]
     weights = head_weights(model)
-    size = HEAD_SLICE[hidden.device.type] // max(1, len(hidden)) + 1
+    size = max(1, HEAD_SLICE[hidden.device.type] // max(1, len(hidden)))
+    size -= size % min(size, 128)  # tensor cores want aligned rows
     if size >= len(weights[0]):
         values = TargetLogprobs.apply(head_logits(model.config, hidden, *weights), targets, temperature)
     else:

@@ -122,7 +122,7 @@ def test_slices_of_the_vocabulary_give_the_values_and_gradients_of_plain_operati
     rows = [(ids[real.bool()], int(m.sum())) for ids, real, m in zip(input_ids, attention_mask, mask)]
     expected = gradient([logprobs_and_entropy(model, ids, n, 0.9) for ids, n in rows])
     for size in (1, 5, len(tokenizer)):  # columns at a time
-        monkeypatch.setitem(common.HEAD_SLICE, "cpu", (size - 1) * int(mask.sum()))
+        monkeypatch.setitem(common.HEAD_SLICE, "cpu", size * int(mask.sum()))
         logprobs, entropy = common.token_logprobs(model, input_ids, attention_mask, mask.shape[1], 0.9)
         torch.testing.assert_close(gradient(zip(logprobs, entropy)), expected, rtol=1e-4, atol=1e-4)
 
