@@ -1486,17 +1486,13 @@ class TargetLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.temperature = temperature
         logp = (logits / temperature if temperature != 1.0 else logits).log_softmax(-1)
-        entropy = entropy_of(logp)
+        entropy = -torch.bmm(logp.exp()[:, None], logp[:, :, None])[:, 0, 0]  # −Σ p log p
         ctx.save_for_backward(logp, targets, entropy)
         return logp.gather(-1, targets[:, None])[:, 0], entropy
 
     @staticmethod
     def backward(ctx, *grads):
         return logits_gradient(*ctx.saved_tensors, ctx.temperature, *grads), None, None
-
-
-def entropy_of(logp):
-    return -torch.bmm(logp.exp()[:, None], logp[:, :, None])[:, 0, 0]  # −Σ p log p
 
 
 def logits_gradient(logp, targets, entropy, temperature, grad, grad_entropy):
@@ -1527,11 +1523,15 @@ class SlicedLogprobs(torch.autograd.Function):
         starts = range(0, len(weights[0]), size)
         log_sums, entropies, of_target = hidden.new_empty(3, len(hidden), len(starts), dtype=torch.float32)
         for i, start in enumerate(starts):
-            logits = head_logits(config, hidden, *(w[start:start + size] for w in weights)).div_(temperature)
+            logits = head_logits(config, hidden, *(w[start:start + size] for w in weights))
             column = (targets - start).clamp(0, logits.shape[1] - 1)  # the target's, if it is in this slice
-            of_target[:, i] = logits.gather(1, column[:, None])[:, 0]
-            log_sums[:, i] = logits.logsumexp(1)
-            entropies[:, i] = entropy_of(logits.sub_(log_sums[:, i, None]))
+            of_target[:, i] = logits.gather(1, column[:, None])[:, 0] / temperature
+            largest = logits.amax(1, keepdim=True) / temperature
+            z = torch.add(-largest, logits, alpha=1 / temperature)
+            p = z.exp()
+            total = p.sum(1)
+            log_sums[:, i] = largest[:, 0] + total.log()
+            entropies[:, i] = total.log() - torch.bmm(p[:, None], z[:, :, None])[:, 0, 0] / total
         log_sum, log_share = log_sums.logsumexp(1), log_sums.log_softmax(1)
         entropy = (log_share.exp() * (entropies - log_share)).sum(1)
         ctx.arguments = config, temperature, size
@@ -1548,7 +1548,7 @@ class SlicedLogprobs(torch.autograd.Function):
             part = [w[start:start + size].detach().requires_grad_() for w in weights]
             with torch.enable_grad():
                 logits = head_logits(config, hidden, *part)
-            logp = (logits.detach() / temperature).sub_(log_sum[:, None])
+            logp = torch.add(-log_sum[:, None], logits.detach(), alpha=1 / temperature)
             logits.backward(logits_gradient(logp, targets - start, entropy, temperature, *grads))
             for whole, w in zip(grad_weights, part):
                 whole[start:start + size] = w.grad
