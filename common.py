@@ -1438,7 +1438,7 @@ def head_logits(config, hidden, weight, bias=None):
     With rows of the weight and the bias: the logits of this slice of the vocabulary.
     """
     config = config.get_text_config()
-    logits = F.linear(hidden.to(weight.dtype), weight, bias).float()  # Mamba's weights are float32, always
+    logits = F.linear(hidden.to(weight.dtype), weight, bias).float()  # Mamba's hidden states are float32, always
     if scale := getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None):
         logits = logits * scale  # Cohere; Falcon-H1
     if scale := getattr(config, "logits_scaling", None):  # Granite
@@ -1498,7 +1498,7 @@ class TargetLogprobs(torch.autograd.Function):
 def logits_gradient(logp, targets, entropy, temperature, grad, grad_entropy):
     """The gradient [n, V] of logits, from those of the log-probs and entropies [n]. Overwrites `logp`, log p_v.
 
-    ∂ log p_y / ∂ logit_v = (1[v = y] − p_v) / τ  and  ∂H / ∂ logit_v = −p_v (log p_v + H) / τ, with the targets y, which
+    ∂ log p_y / ∂ logit_v = (1[v = y] − p_v) / τ  and  ∂H / ∂ logit_v = −p_v (log p_v + H) / τ  with the targets y, which
     may lie outside the V columns, the entropy H and the temperature τ.
     """
     grad = (torch.zeros_like(entropy) if grad is None else grad)[:, None] / temperature
@@ -1512,43 +1512,43 @@ def logits_gradient(logp, targets, entropy, temperature, grad, grad_entropy):
 class SlicedLogprobs(torch.autograd.Function):
     """`TargetLogprobs` of `head_logits(config, hidden, *weights)`, of which only `size` columns exist at a time.
 
-    The forward pass keeps three numbers of each slice of the vocabulary: log Σ exp(logit), the entropy H_s within it,
-    and the target's logit. With P_s the softmax of the first over the slices, H = Σ P_s (H_s − log P_s). The backward
-    pass works the logits out again.
+    With z_v = logit_v / τ less the largest of its row,  log p_v = z_v − log Σ exp z  and  H = log Σ exp z − Σ p z. The
+    forward pass keeps the sums Σ exp z and Σ z exp z of each slice, with z less the largest of that slice, and then
+    shifts them to the largest of all. The backward pass works the logits out again.
     """
 
     @staticmethod
     def forward(ctx, config, targets, temperature, size, hidden, *weights):
         ctx.set_materialize_grads(False)
         starts = range(0, len(weights[0]), size)
-        log_sums, entropies, of_target = hidden.new_empty(3, len(hidden), len(starts), dtype=torch.float32)
+        largest, sums, sums_of_z, of_target = hidden.new_empty(4, len(hidden), len(starts), dtype=torch.float32)
         for i, start in enumerate(starts):
             logits = head_logits(config, hidden, *(w[start:start + size] for w in weights))
+            largest[:, i] = logits.amax(1) / temperature
+            z = torch.add(-largest[:, i, None], logits, alpha=1 / temperature)
             column = (targets - start).clamp(0, logits.shape[1] - 1)  # the target's, if it is in this slice
-            of_target[:, i] = logits.gather(1, column[:, None])[:, 0] / temperature
-            largest = logits.amax(1, keepdim=True) / temperature
-            z = torch.add(-largest, logits, alpha=1 / temperature)
-            p = z.exp()
-            total = p.sum(1)
-            log_sums[:, i] = largest[:, 0] + total.log()
-            entropies[:, i] = total.log() - torch.bmm(p[:, None], z[:, :, None])[:, 0, 0] / total
-        log_sum, log_share = log_sums.logsumexp(1), log_sums.log_softmax(1)
-        entropy = (log_share.exp() * (entropies - log_share)).sum(1)
+            of_target[:, i] = z.gather(1, column[:, None])[:, 0]
+            exp_z = z.exp()
+            sums[:, i], sums_of_z[:, i] = exp_z.sum(1), torch.bmm(exp_z[:, None], z[:, :, None])[:, 0, 0]
+        top = largest.amax(1, keepdim=True)
+        shift = largest - top
+        total = (shift.exp() * sums).sum(1)
+        entropy = total.log() - (shift.exp() * (sums_of_z + shift * sums)).sum(1) / total
         ctx.arguments = config, temperature, size
-        ctx.save_for_backward(targets, log_sum, entropy, hidden, *weights)
-        return of_target.gather(1, targets[:, None] // size)[:, 0] - log_sum, entropy
+        ctx.save_for_backward(targets, top, total.log(), entropy, hidden, *weights)
+        return (of_target + shift).gather(1, targets[:, None] // size)[:, 0] - total.log(), entropy
 
     @staticmethod
     def backward(ctx, *grads):
         config, temperature, size = ctx.arguments
-        targets, log_sum, entropy, hidden, *weights = ctx.saved_tensors
+        targets, top, log_total, entropy, hidden, *weights = ctx.saved_tensors
         hidden = hidden.detach().float().requires_grad_()  # float32, for its gradient is a sum over the slices
         grad_weights = [torch.empty_like(w) for w in weights]
         for start in range(0, len(weights[0]), size):
             part = [w[start:start + size].detach().requires_grad_() for w in weights]
             with torch.enable_grad():
                 logits = head_logits(config, hidden, *part)
-            logp = torch.add(-log_sum[:, None], logits.detach(), alpha=1 / temperature)
+            logp = torch.add(-top, logits.detach(), alpha=1 / temperature).sub_(log_total[:, None])
             logits.backward(logits_gradient(logp, targets - start, entropy, temperature, *grads))
             for whole, w in zip(grad_weights, part):
                 whole[start:start + size] = w.grad

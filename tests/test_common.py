@@ -121,10 +121,37 @@ def test_slices_of_the_vocabulary_give_the_values_and_gradients_of_plain_operati
 
     rows = [(ids[real.bool()], int(m.sum())) for ids, real, m in zip(input_ids, attention_mask, mask)]
     expected = gradient([logprobs_and_entropy(model, ids, n, 0.9) for ids, n in rows])
+    widths, head_logits = [], common.head_logits
+    monkeypatch.setattr(common, "head_logits", lambda *a: (widths.append(len(a[2])), head_logits(*a))[1])
+    common.head_is_sliceable(model)
     for size in (1, 5, len(tokenizer)):  # columns at a time
+        widths.clear()
         monkeypatch.setitem(common.HEAD_SLICE, "cpu", size * int(mask.sum()))
         logprobs, entropy = common.token_logprobs(model, input_ids, attention_mask, mask.shape[1], 0.9)
         torch.testing.assert_close(gradient(zip(logprobs, entropy)), expected, rtol=1e-4, atol=1e-4)
+        assert max(widths) == size
+
+
+@pytest.mark.parametrize("used", [[0], [1], [0, 1]])  # log-probs, as in most losses; the entropy; both
+@pytest.mark.parametrize("offset, spread", [(0, 5), (-1000, 5), (0, 1000)])
+def test_slices_keep_their_digits_where_logits_are_large(offset, spread, used):
+    """Against float64: exp of such logits overflows, and log Σ exp of them has few digits after the point."""
+    hidden, weight = torch.randint(-8, 9, (5, 16)) / 8.0, (torch.randn(97, 16) * spread).round() / 8  # exact logits
+    targets, coefficients = torch.tensor([0, 96, 7, 50, 13]), torch.randn(2, 5)
+
+    def run(dtype, function):
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight, torch.full((97,), offset))]
+        values = function(*inputs)
+        sum((values[i] * coefficients[i]).sum() for i in used).backward()
+        return [x.detach().double() for x in values] + [x.grad.double() for x in inputs]
+
+    def plain(hidden, weight, bias):
+        logp = ((hidden @ weight.T + bias) / 0.5).log_softmax(-1)
+        return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+    config = random_model("Phi")[0].config
+    sliced = run(torch.float32, lambda *inputs: common.SlicedLogprobs.apply(config, targets, 0.5, 10, *inputs))
+    torch.testing.assert_close(sliced, run(torch.float64, plain), rtol=1e-5, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------- micro-batches
