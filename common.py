@@ -1498,8 +1498,8 @@ class TargetLogprobs(torch.autograd.Function):
 def logits_gradient(logp, targets, entropy, temperature, grad, grad_entropy):
     """The gradient [n, V] of logits, from those of the log-probs and entropies [n]. Overwrites `logp`, log p_v.
 
-    ∂ log p_y / ∂ logit_v = (1[v = y] − p_v) / τ  and  ∂H / ∂ logit_v = −p_v (log p_v + H) / τ  with the targets y, which
-    may lie outside the V columns, the entropy H and the temperature τ.
+    ∂ log p_y / ∂ logit_v = (1[v = y] − p_v) / τ  and  ∂H / ∂ logit_v = −p_v (log p_v + H) / τ,  with the targets y (may
+    lie outside the V columns), the entropy H and the temperature τ.
     """
     grad = (torch.zeros_like(entropy) if grad is None else grad)[:, None] / temperature
     out, factor = logp.exp(), -grad
@@ -1514,7 +1514,7 @@ class SlicedLogprobs(torch.autograd.Function):
 
     With z_v = logit_v / τ less the largest of its row,  log p_v = z_v − log Σ exp z  and  H = log Σ exp z − Σ p z. The
     forward pass keeps the sums Σ exp z and Σ z exp z of each slice, with z less the largest of that slice, and then
-    shifts them to the largest of all. The backward pass works the logits out again.
+    shifts them to the largest of all (as in arXiv:1805.02867). The backward pass works the logits out again.
     """
 
     @staticmethod
