@@ -1,9 +1,28 @@
-"""Paths and small models that the tests share. Nothing is downloaded; the tiny model is built once under runs/."""
+"""Paths, and the tiny model that most tests start from. Nothing is downloaded."""
 import os
+import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several small processes: one thread each is quicker than two that wait
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+pytest.register_assert_rewrite("helpers")
+
+WITHOUT_TINY_MODEL = {"test_common.py", "test_verifiers.py"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def builder(request):
+    """Builds the tiny model under runs/, once: 40 s of one core, beside the tests that do without it."""
+    if any(item.path.name not in WITHOUT_TINY_MODEL for item in request.session.items):
+        return subprocess.Popen([sys.executable, "-c", "import common; common.build_tiny_model('arithmetic')"], cwd=ROOT)
+
+
+@pytest.fixture(autouse=True)
+def tiny_model(request, builder):
+    if request.path.name not in WITHOUT_TINY_MODEL:
+        builder.wait()

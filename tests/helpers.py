@@ -1,15 +1,18 @@
-"""Small random models of many architectures, and a way to run a script as a user does."""
+"""Small random models of many architectures, ways to run a script, and the plain algorithms' parts to check it by."""
 import contextlib
 import importlib
 import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 import transformers
 
@@ -88,6 +91,7 @@ def fork_script(errors, script: str, *flags):
 
 def run_forked(errors, script, *flags):
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup pytest` it would be ignored
     sys.argv = [script, *flags]
     module = importlib.import_module(script.removesuffix(".py"))
     common.launch(module.main, module.Config)
@@ -95,3 +99,78 @@ def run_forked(errors, script, *flags):
 
 def read_metrics(directory) -> list[dict]:
     return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+
+
+# ------------------------------------------------- a run against the plain algorithm, one completion at a time
+
+def record_run(monkeypatch, script: str, directory, *flags) -> list:
+    """Run a script in this process -> for each of its steps: the `batches` of data, the `rollouts`, the `orders` into
+    which rows were shuffled, what the `updates` returned, and the `metrics`."""
+    module, steps, count = importlib.import_module(script.removesuffix(".py")), [], common.Run.steps
+
+    def recorded(name, function):
+        def call(*args):
+            result = function(*args)
+            if steps:
+                getattr(steps[-1], name).append(result)
+            return result
+        return call
+
+    def counted(run):
+        for step in count(run):
+            steps.append(SimpleNamespace(batches=[], rollouts=[], orders=[], updates=[]))
+            yield step
+    monkeypatch.setattr(common.Run, "steps", counted)
+    monkeypatch.setattr(common.Shuffled, "next", recorded("batches", common.Shuffled.next))
+    monkeypatch.setattr(torch, "randperm", recorded("orders", torch.randperm))
+    monkeypatch.setattr(common.Run, "optimizer_step", recorded("updates", common.Run.optimizer_step))
+    if hasattr(module, "sample"):
+        monkeypatch.setattr(module, "sample", recorded("rollouts", module.sample))
+    few = Path(directory).with_suffix(".eval.jsonl")
+    few.write_text("".join(json.dumps(row) + "\n" for row in common.arithmetic_rows(2, "eval")[:4]))
+    done = run_script(script, "--output_dir", directory, "--eval_data", few, *flags)
+    assert done.returncode == 0, done.stderr
+    for step, metrics in zip(steps, read_metrics(directory)[1:], strict=True):
+        step.metrics = metrics
+    return steps
+
+
+def load_tiny_model():
+    return transformers.AutoModelForCausalLM.from_pretrained(common.build_tiny_model("arithmetic")).eval()
+
+
+def row_alone(rollout, i: int):
+    """(ids of prompt and completion i without padding, the places before each token of the completion)."""
+    n = int(rollout.lengths[i])
+    return rollout.input_ids[i][rollout.attention_mask[i].bool()], slice(-n - 1, -1)
+
+
+def plain_logprobs(model, rollout, i: int, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs [|o_i|] of the tokens of completion i, read alone, from all of its logits."""
+    ids, before = row_alone(rollout, i)
+    logprobs = (model(ids[None]).logits[0, before] / temperature).log_softmax(-1)
+    return logprobs.gather(1, ids[-len(logprobs):, None])[:, 0]
+
+
+def is_right(rollout, i: int) -> bool:
+    """Whether completion i is the sum that its prompt asks for: "12+34=?" and "…<answer>46</answer>"."""
+    prompt = common.tiny_tokenizer().decode(rollout.input_ids[i][:-rollout.mask.shape[1]], skip_special_tokens=True)
+    answers = re.findall("<answer>(.*?)</answer>", rollout.completions[i])
+    return answers[-1:] == [str(sum(map(int, prompt.removesuffix("=?").split("+"))))]
+
+
+def plain_update(optimizer, loss, lr: float, max_grad_norm: float) -> dict[str, float]:
+    """Backward, clip, step -> what `optimizer_step` returns."""
+    loss.backward()
+    [group] = optimizer.param_groups
+    group["lr"], norm = lr, torch.nn.utils.clip_grad_norm_(group["params"], max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr}
+
+
+def assert_metrics(step, updates, expected: dict) -> None:
+    """The log says the means over the updates, and these."""
+    expected = expected | {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+    assert {name: step.metrics[name] for name in expected} == pytest.approx(
+        {name: float(value) for name, value in expected.items()}, rel=2e-3, abs=1e-5)

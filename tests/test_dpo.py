@@ -1,6 +1,7 @@
 """DPO's loss and gradient by hand, and pairs read from every form they come in."""
 import json
 import math
+import random
 import types
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 import common
 import dpo
-from helpers import random_model
+from helpers import assert_metrics, is_right, load_tiny_model, plain_logprobs, plain_update, random_model, record_run
 
 
 def test_the_loss_is_ln_2_at_the_start_and_by_hand():
@@ -79,6 +80,63 @@ def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
             (dpo.dpo_loss(*logprobs, references[2 * i:2 * i + 1], references[2 * i + 1:2 * i + 2], 0.1)[0].sum() / 3).backward()
 
     torch.testing.assert_close(gradient(in_micro_batches), gradient(by_definition), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("flags", [[], ["--reference_free"]])
+def test_every_update_is_that_of_the_plain_algorithm(flags, tmp_path, monkeypatch):
+    """Pairs from a file, one answer at a time: six pairs a step out of eight, so that the second step starts anew."""
+    draw, path = random.Random(0), tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps({
+        "prompt": row["prompt"], "chosen": common.worked_answer(row["prompt"], draw, 0, 0),
+        "rejected": common.worked_answer(row["prompt"], draw, 0, 1)}) + "\n" for row in common.arithmetic_rows(2, "train")[:8]))
+    steps = record_run(
+        monkeypatch, "dpo.py", tmp_path / "run", "--data", path, "--eval_data", path, "--steps", 3, "--pairs_per_step", 6,
+        "--beta", 0.3, "--label_smoothing", 0.1, "--temperature", 0.8, "--lr", 1e-4, "--warmup_steps", 0,
+        "--max_grad_norm", 0.5, "--micro_batch_tokens", 200, *flags)
+    policy, reference, tokenizer = load_tiny_model(), load_tiny_model(), common.tiny_tokenizer()
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
+
+    def logprob(model, pair, answer):
+        ids = [tokenizer.encode(text) for text in (pair.prompt, answer + "<eos>")]
+        batch = common.collate(ids[:1], ids[1:], 0)
+        return plain_logprobs(model, common.Rollout(*batch, [], []), 0, 0.8).sum()
+
+    def h(pair):
+        chosen, rejected = (logprob(policy, pair, answer) for answer in pair.answers)
+        with torch.no_grad():
+            of_reference = logprob(reference, pair, pair.answers[0]) - logprob(reference, pair, pair.answers[1])
+        return 0.3 * (chosen - rejected - (0 if "--reference_free" in flags else of_reference))
+
+    for step in steps:
+        [pairs] = step.batches
+        margins = torch.stack([h(pair) for pair in pairs])
+        losses = -0.9 * margins.sigmoid().log() - 0.1 * (-margins).sigmoid().log()
+        updates = [plain_update(optimizer, losses.mean(), 1e-4, 0.5)]
+        assert_metrics(step, updates, {"margin": margins.detach().mean(), "weight": (-margins).detach().sigmoid().mean()})
+    assert step.metrics["pair_accuracy"] == (margins > 0).float().mean()
+    assert step.metrics["eval_pair_accuracy"] == torch.tensor([float(h(pair) > 0) for pair in {
+        pair.prompt: pair for step in steps for pair in step.batches[0]}.values()]).mean()
+
+
+def test_every_update_on_policy_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
+    """Two samples of each of twelve prompts: the right one is chosen, two right or two wrong ones are no pair."""
+    steps = record_run(
+        monkeypatch, "dpo.py", tmp_path / "run", "--on_policy", "--steps", 3, "--pairs_per_step", 12, "--beta", 0.3,
+        "--lr", 1e-4, "--warmup_steps", 0, "--max_grad_norm", 0.5, "--micro_batch_tokens", 200)
+    policy, reference = load_tiny_model(), load_tiny_model()
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
+    for step in steps:
+        [rollout] = step.rollouts
+        right = [is_right(rollout, i) for i in range(24)]
+        pairs = [(i, i + 1) if right[i] else (i + 1, i) for i in range(0, 24, 2) if right[i] != right[i + 1]]
+        losses = []
+        for chosen, rejected in pairs:
+            above = [plain_logprobs(policy, rollout, i).sum() - plain_logprobs(reference, rollout, i).sum().detach()
+                     for i in (chosen, rejected)]
+            losses.append(-(0.3 * (above[0] - above[1])).sigmoid().log())
+        updates = [plain_update(optimizer, sum(losses) / len(losses), 1e-4, 0.5)]
+        assert_metrics(step, updates, {"reward": sum(right) / 24, "accuracy": sum(right) / 24, "ties": 12 - len(pairs),
+                                       "sampled_tokens": rollout.lengths.sum()})
 
 
 # ------------------------------------------------------------------------------------------------- preference data

@@ -7,7 +7,8 @@ import torch
 import common
 import dr_grpo
 import grpo
-from helpers import ROOT, random_model, read_metrics, run_script
+from helpers import (ROOT, assert_metrics, is_right, load_tiny_model, plain_logprobs, plain_update, random_model,
+                     record_run)
 
 
 def test_the_diff_to_grpo_is_the_papers_list_of_changes():
@@ -51,16 +52,33 @@ def test_the_gradient_is_the_unbiased_policy_gradient_for_any_micro_batch_size(m
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad()
     for i in range(6):
-        n = int(rollout.lengths[i])
-        ids = rollout.input_ids[i][rollout.attention_mask[i].bool()]
-        logprobs = model(ids[None]).logits[0, -n - 1:-1].log_softmax(-1).gather(1, ids[-n:, None])
-        (-advantages[i] * logprobs.sum() / (6 * 20)).backward()
+        (-advantages[i] * plain_logprobs(model, rollout, i).sum() / (6 * 20)).backward()
     torch.testing.assert_close(gradient, torch.cat([p.grad.flatten() for p in model.parameters()]), rtol=1e-3, atol=1e-6)
 
 
-def test_a_whole_run(tmp_path):
-    done = run_script("dr_grpo.py", "--steps", 3, "--prompts_per_step", 4, "--group_size", 4, "--eval_every", 100,
-                      "--minibatches", 2, "--updates_per_batch", 2, "--output_dir", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    metrics = read_metrics(tmp_path / "run")
-    assert "kl" not in metrics[1] and metrics[1]["grad_norm"] > 0 and metrics[-1]["step"] == 3
+def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
+    """One completion at a time: two rollouts, two minibatches, two passes; L_max = 24, which no completion reaches."""
+    steps = record_run(
+        monkeypatch, "dr_grpo.py", tmp_path / "run", "--steps", 2, "--prompts_per_step", 4, "--group_size", 4,
+        "--minibatches", 2, "--updates_per_batch", 2, "--max_new_tokens", 24, "--temperature", 0.8, "--clip_eps", 0.05,
+        "--lr", 2e-4, "--max_grad_norm", 0.5, "--micro_batch_tokens", 200)
+    policy = load_tiny_model()
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
+    for step in steps:
+        [rollout], [order] = step.rollouts, step.orders
+        rewards = torch.tensor([float(is_right(rollout, i)) for i in range(16)])
+        advantages = (rewards.view(4, 4) - rewards.view(4, 4).mean(1, keepdim=True)).flatten()
+        with torch.no_grad():
+            old = [plain_logprobs(policy, rollout, i, 0.8) for i in range(16)]
+        updates, clipped = [], []
+        for minibatch in order.tensor_split(2) * 2:
+            loss = 0
+            for i in minibatch.tolist():
+                ratio = (plain_logprobs(policy, rollout, i, 0.8) - old[i]).exp()
+                surrogate, other = ratio * advantages[i], ratio.clamp(0.95, 1.05) * advantages[i]
+                loss = loss - torch.min(surrogate, other).sum() / (24 * len(minibatch))
+                clipped.append(other < surrogate)
+            updates.append(plain_update(optimizer, loss, 2e-4, 0.5))
+        assert step.updates == [pytest.approx(update, rel=2e-3, abs=1e-5) for update in updates]
+        assert_metrics(step, updates, {"reward": rewards.mean(), "clip_fraction": torch.cat(clipped).float().mean()})
+        assert "kl" not in step.metrics and rollout.lengths.max() < 24

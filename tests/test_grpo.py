@@ -6,7 +6,8 @@ import torch
 
 import common
 import grpo
-from helpers import ROOT, random_model, read_metrics, run_script
+from helpers import (ROOT, assert_metrics, is_right, load_tiny_model, plain_logprobs, plain_update, random_model,
+                     read_metrics, record_run, run_script)
 
 
 # ---------------------------------------------------------------------------------------------------- advantages
@@ -145,10 +146,8 @@ def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
 
     def by_definition():
         for i in range(12):
-            n = int(rollout.lengths[i])
-            ids = rollout.input_ids[i][rollout.attention_mask[i].bool()]
-            logprobs = model(ids[None]).logits[0, -n - 1:-1].log_softmax(-1).gather(1, ids[-n:, None])[:, 0]
-            log_ref = ref_logprobs[i, :n] - logprobs
+            logprobs = plain_logprobs(model, rollout, i)
+            log_ref = ref_logprobs[i, :len(logprobs)] - logprobs
             objective = (logprobs - logprobs.detach()).exp() * advantages[i] - 0.04 * (log_ref.exp() - log_ref - 1)
             (-objective.mean() / 12).backward()
 
@@ -156,6 +155,46 @@ def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
 
 
 # ---------------------------------------------------------------------------------------------------- whole runs
+
+@pytest.mark.parametrize("divide, beta", [(True, 0.1), (False, 0.0)])
+def test_every_update_is_that_of_the_plain_algorithm(divide, beta, tmp_path, monkeypatch):
+    """Algorithm 1 of DeepSeekMath, one completion at a time: two rollouts, two minibatches, μ = 2."""
+    steps = record_run(
+        monkeypatch, "grpo.py", tmp_path / "run", "--steps", 2, "--prompts_per_step", 4, "--group_size", 4,
+        "--minibatches", 2, "--updates_per_batch", 2, "--max_new_tokens", 21, "--temperature", 0.8, "--format_reward", 0.25,
+        "--clip_eps", 0.05, "--kl_coef", beta, "--lr", 2e-4, "--warmup_steps", 2, "--max_grad_norm", 0.5,
+        "--micro_batch_tokens", 200, *["--no_divide_by_std"] * (not divide))
+    policy, reference = load_tiny_model(), load_tiny_model()
+    optimizer, rates = torch.optim.AdamW(policy.parameters(), weight_decay=0.0), iter([0, 1e-4] + [2e-4] * 6)
+    for step in steps:
+        [rollout], [order] = step.rollouts, step.orders
+        right = torch.tensor([float(is_right(rollout, i)) for i in range(16)])
+        whole = torch.tensor([float(text.endswith("</answer>")) for text in rollout.completions])
+        rewards = right + 0.25 * whole
+        groups = rewards.view(4, 4)
+        advantages = groups - groups.mean(1, keepdim=True)
+        if divide:
+            advantages = advantages / (groups.std(1, keepdim=True) + 1e-6)
+        with torch.no_grad():
+            old, ref = ([plain_logprobs(m, rollout, i, 0.8) for i in range(16)] for m in (policy, reference))
+        updates, clipped, kl = [], [], []
+        for minibatch in order.tensor_split(2) * 2:
+            loss = 0
+            for i in minibatch.tolist():
+                advantage, logprobs = advantages.flatten()[i], plain_logprobs(policy, rollout, i, 0.8)
+                ratio, ref_ratio = (logprobs - old[i]).exp(), (ref[i] - logprobs).exp()
+                surrogate, other = ratio * advantage, ratio.clamp(0.95, 1.05) * advantage
+                k3 = ref_ratio - ref_ratio.log() - 1
+                loss = loss - (torch.min(surrogate, other) - beta * k3).mean() / len(minibatch)
+                clipped, kl = [*clipped, other < surrogate], [*kl, k3.detach()]
+            updates.append(plain_update(optimizer, loss, next(rates), 0.5))
+        assert step.updates == [pytest.approx(update, rel=2e-3, abs=1e-5) for update in updates]
+        assert_metrics(step, updates, {
+            "reward": rewards.mean(), "accuracy": right.mean(), "clip_fraction": torch.cat(clipped).float().mean(),
+            "completion_length": rollout.lengths.float().mean(), "wrong_length": rollout.lengths[right == 0].float().mean(),
+            "truncated_fraction": (~rollout.finished).float().mean(), **({"kl": torch.cat(kl).mean()} if beta else {})})
+        assert ("kl" in step.metrics) == (beta > 0)
+
 
 def test_a_whole_run_learns_and_its_model_loads(tmp_path):
     """Twelve steps on one-digit sums: log, samples and model are there, step one is on-policy, accuracy rises."""
@@ -177,18 +216,6 @@ def test_a_whole_run_learns_and_its_model_loads(tmp_path):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "model"), AutoTokenizer.from_pretrained(out / "model")
     rollout = common.sample(model, tokenizer, ["12+34=?"], 1, 40, greedy=True)
     assert rollout.completions[0].startswith("<think>") and rollout.finished.all()
-
-
-@pytest.mark.parametrize("flags", [["--minibatches", 4, "--updates_per_batch", 2, "--kl_coef", 0],
-                                   ["--no_divide_by_std", "--format_reward", 0.2, "--warmup_steps", 2]])
-def test_flags_that_change_the_loop(tmp_path, flags):
-    done = run_script("grpo.py", "--steps", 2, "--prompts_per_step", 4, "--group_size", 4, "--eval_every", 100,
-                      "--output_dir", tmp_path / "run", *flags)
-    assert done.returncode == 0, done.stderr
-    metrics = read_metrics(tmp_path / "run")
-    assert ("kl" in metrics[1]) == ("--kl_coef" not in flags)
-    if "--warmup_steps" in flags:  # the rate logged is the rate used: 0/2, then 1/2 of it
-        assert [m["lr"] for m in metrics[1:]] == [0.0, 5e-5]
 
 
 def test_the_reward_function_of_the_readme(tmp_path):

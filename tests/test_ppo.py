@@ -12,7 +12,8 @@ from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassificati
 
 import common
 import ppo
-from helpers import random_model, read_metrics, run_script
+from helpers import (assert_metrics, is_right, load_tiny_model, plain_logprobs, plain_update, random_model,
+                     read_metrics, record_run, row_alone, run_script)
 
 LENGTHS = [6, 3, 1, 0]  # masks that end early, and a completion without tokens
 MASK = torch.arange(6) < torch.tensor(LENGTHS)[:, None]
@@ -280,11 +281,9 @@ def test_any_micro_batch_size_gives_the_same_gradients(max_tokens):
     def by_definition():
         total = int(rollout.mask.sum())
         for i in range(12):
-            n = int(rollout.lengths[i])
-            ids = rollout.input_ids[i][rollout.attention_mask[i].bool()]
-            logprobs = policy(ids[None]).logits[0, -n - 1:-1].log_softmax(-1).gather(1, ids[-n:, None])[:, 0]
+            logprobs, values = plain_logprobs(policy, rollout, i), plain_values(critic, rollout, i)
+            n = len(values)
             (-(logprobs * advantages[i, :n]).sum() / total).backward()
-            values = critic.score(critic.base_model(ids[None])[0])[0, -n - 1:-1, 0]
             old, target = old_values[i, :n], returns[i, :n]
             clipped = old + (values - old).clamp(-0.2, 0.2)
             (torch.max((values - target) ** 2, (clipped - target) ** 2).sum() / 2 / total).backward()
@@ -416,26 +415,73 @@ def test_a_whole_run_learns_and_its_model_loads(tmp_path):
     assert rollout.completions[0].startswith("<think>") and rollout.finished.all()
 
 
-def test_the_first_update_is_on_policy(tmp_path):
-    """One pass, one minibatch: ratio 1, nothing clipped; the whitened advantages have mean 0, and so has the loss."""
-    done = run_script("ppo.py", "--steps", 1, "--prompts_per_step", 16, "--updates_per_batch", 1, "--output_dir",
-                      tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    first = read_metrics(tmp_path / "run")[1]
-    assert first["clip_fraction"] == 0 and first["kl"] == 0 and abs(first["loss"]) < 1e-6
+def plain_values(critic, rollout, i):
+    """Values [|o_i|] of the states before the tokens of completion i, read alone."""
+    ids, before = row_alone(rollout, i)
+    return critic.score(critic.base_model(ids[None])[0])[0, before, 0]
 
 
-@pytest.mark.parametrize("flags", [
-    ["--minibatches", 4, "--updates_per_batch", 2, "--kl_coef", 0, "--entropy_coef", 0.01],
-    ["--missing_eos_score", "none", "--max_new_tokens", 8, "--lam", 1, "--value_clip_eps", 1]])
-def test_flags_that_change_the_loop(tmp_path, flags):
-    done = run_script("ppo.py", "--steps", 2, "--prompts_per_step", 16, "--eval_every", 100, "--output_dir",
-                      tmp_path / "run", *flags)
-    assert done.returncode == 0, done.stderr
-    metrics = read_metrics(tmp_path / "run")
-    assert ("kl" in metrics[1]) == ("--kl_coef" not in flags)
-    if "none" in flags:
-        assert metrics[1]["truncated_fraction"] == 1 and metrics[1]["reward"] == 0
+@pytest.mark.parametrize("beta, gamma, lam, bonus, missing", [(0.1, 0.9, 0.8, 0.05, -0.5), (0.0, 1.0, 1.0, 0.0, None)])
+def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, missing, tmp_path, monkeypatch):
+    """InstructGPT's PPO, one completion and one token at a time: two rollouts, two minibatches, two passes."""
+    steps = record_run(
+        monkeypatch, "ppo.py", tmp_path / "run", "--steps", 2, "--prompts_per_step", 12, "--minibatches", 2,
+        "--updates_per_batch", 2, "--max_new_tokens", 21, "--temperature", 0.8, "--gamma", gamma, "--lam", lam,
+        "--kl_coef", beta, *["--kl_target", 0.01] * (beta > 0), "--entropy_coef", bonus, "--clip_eps", 0.05,
+        "--value_clip_eps", 0.1, "--value_coef", 0.5, "--missing_eos_score", "none" if missing is None else missing,
+        "--lr", 2e-4, "--value_lr", 1e-3, "--max_grad_norm", 0.5, "--micro_batch_tokens", 200)
+    policy, reference = load_tiny_model(), load_tiny_model()
+    critic = AutoModelForSequenceClassification.from_pretrained(common.build_tiny_model("arithmetic"), num_labels=1).eval()
+    torch.nn.init.zeros_(critic.score.weight)
+    optimizer, critic_optimizer = (torch.optim.AdamW(m.parameters(), weight_decay=0.0) for m in (policy, critic))
+    for step in steps:
+        [rollout], [order] = step.rollouts, step.orders
+        right = [float(is_right(rollout, i)) for i in range(12)]
+        scores = [right[i] if rollout.finished[i] or missing is None else missing for i in range(12)]
+        with torch.no_grad():
+            old, ref = ([plain_logprobs(m, rollout, i, 0.8) for i in range(12)] for m in (policy, reference))
+            old_values = [plain_values(critic, rollout, i) for i in range(12)]
+        advantages = []
+        for i in range(12):
+            rewards, values, later = -beta * (old[i] - ref[i]), [*old_values[i].tolist(), 0.0], 0.0
+            rewards[-1] += scores[i]
+            advantages.append(torch.zeros_like(rewards))
+            for t in reversed(range(len(rewards))):
+                later = rewards[t] + gamma * values[t + 1] - values[t] + gamma * lam * later
+                advantages[i][t] = later
+        returns = [advantages[i] + old_values[i] for i in range(12)]
+        updates, clipped, value_clipped = [], [], []
+        for minibatch in order.tensor_split(2) * 2:
+            minibatch = minibatch.tolist()
+            everyone = torch.cat([advantages[i] for i in minibatch])
+            loss = value_loss = 0
+            for i in minibatch:
+                white = (advantages[i] - everyone.mean()) / everyone.std(correction=0)
+                ids, before = row_alone(rollout, i)
+                ratio = (plain_logprobs(policy, rollout, i, 0.8) - old[i]).exp()
+                surrogate, other = ratio * white, ratio.clamp(0.95, 1.05) * white
+                entropy = torch.distributions.Categorical(logits=policy(ids[None]).logits[0, before] / 0.8).entropy()
+                loss = loss - (torch.min(surrogate, other) + bonus * entropy).sum() / len(everyone)
+                values = plain_values(critic, rollout, i)
+                near = values.clamp(old_values[i] - 0.1, old_values[i] + 0.1)
+                errors, near_errors = (values - returns[i]) ** 2, (near - returns[i]) ** 2
+                value_loss = value_loss + 0.5 * torch.max(errors, near_errors).sum() / len(everyone)
+                clipped, value_clipped = [*clipped, other < surrogate], [*value_clipped, near_errors > errors]
+            updates.append(plain_update(optimizer, loss, 2e-4, 0.5))
+            updates.append(plain_update(critic_optimizer, 0.5 * value_loss, 1e-3, 0.5) | {"loss": value_loss.item()})
+        assert step.updates == [pytest.approx(update, rel=2e-3, abs=1e-5) for update in updates]
+        old, ref, values, returns = map(torch.cat, (old, ref, old_values, returns))
+        expected = {
+            "reward": sum(scores) / 12, "accuracy": sum(right) / 12, "clip_fraction": torch.cat(clipped).float().mean(),
+            "value_clip_fraction": torch.cat(value_clipped).float().mean(),
+            "explained_variance": 1 - (returns - values).var(correction=0) / returns.var(correction=0)}
+        if beta:
+            expected |= {"kl": (old - ref).mean(), "kl_coef": beta}
+            error = ((old - ref).sum() / 12 - 0.01) / 0.01  # of the mean over completions
+            beta *= 1 + 0.1 * error.clamp(-0.2, 0.2).item()
+        assert_metrics(step, updates[::2], expected)
+        assert ("kl" in step.metrics) == (beta > 0)
+    assert torch.cat(value_clipped).any() and torch.cat(clipped).any()
 
 
 def test_completions_without_eos_get_their_score_and_the_kl_coefficient_survives_a_resume(tmp_path):

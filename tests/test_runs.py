@@ -20,6 +20,12 @@ import common
 from helpers import ROOT, fork_script, random_model, read_metrics, run_script
 
 SCRIPTS = ["grpo", "dapo", "dr_grpo", "ppo", "dpo", "dpo --on_policy", "reward_model"]
+LARGE_GROUPS = "grpo --prompts_per_step 8 --group_size 32"  # which have each prompt read once for all its completions
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
 
 
 @pytest.fixture(scope="session")
@@ -29,12 +35,15 @@ def small(tmp_path_factory):
     for row in common.arithmetic_rows(2, "train")[:12]:
         right, slip, carry = (common.worked_answer(row["prompt"], draw, *wrong) for wrong in ((0, 0), (0, 1), (1, 1)))
         rows.append({"prompt": row["prompt"], "responses": [right, slip, carry], "scores": [1, 0, 0]})
-    ranked = tmp_path_factory.mktemp("data") / "ranked.jsonl"
-    ranked.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    groups = ["--prompts_per_step", 4, "--group_size", 4, "--minibatches", 2]
-    own = {"ppo": ["--prompts_per_step", 8, "--minibatches", 2, "--updates_per_batch", 2],
+    folder = tmp_path_factory.mktemp("data")
+    ranked = write(folder / "ranked.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    problems = write(folder / "problems.jsonl", "".join(
+        json.dumps(row) + "\n" for row in common.arithmetic_rows(2, "eval")[:20]))
+    groups = ["--prompts_per_step", 4, "--group_size", 4, "--minibatches", 2, "--eval_data", problems]
+    own = {LARGE_GROUPS: ["--eval_data", problems],
+           "ppo": ["--prompts_per_step", 8, "--minibatches", 2, "--updates_per_batch", 2, "--eval_data", problems],
            "dpo": ["--pairs_per_step", 8, "--data", ranked, "--eval_data", ranked],
-           "dpo --on_policy": ["--pairs_per_step", 8],
+           "dpo --on_policy": ["--pairs_per_step", 8, "--eval_data", problems],
            "reward_model": ["--pairs_per_step", 4, "--data", ranked, "--eval_data", ranked]}
 
     def command(script):
@@ -65,11 +74,6 @@ def fails(tmp_path, monkeypatch, capsys):
         assert not (tmp_path / "out").exists()
         return lines[0]
     return run
-
-
-def write(path, text):
-    path.write_text(text)
-    return path
 
 
 GOOD_ROW = '{"prompt": "1+1=?", "answer": "2"}\n'
@@ -208,15 +212,10 @@ def assert_same_outcome(one, other):
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
-def start_script(script, *flags):
-    return subprocess.Popen([sys.executable, str(ROOT / script), *map(str, flags)], cwd=ROOT, stderr=subprocess.PIPE,
-                            text=True)
-
-
-def wait_for(condition, process, seconds=120):
+def wait_for(condition, alive, said, seconds=120):
     end = time.time() + seconds
     while not condition():
-        assert process.poll() is None and time.time() < end, process.stderr.read()
+        assert alive() and time.time() < end, said()
         time.sleep(0.01)
 
 
@@ -242,9 +241,8 @@ def test_killed_at_random_and_resumed_the_end_is_bit_equal(script, small, whole_
     for resume in ([], ["--resume"]):
         written = log.stat().st_mtime_ns if resume else 0
         process = fork_script(tmp_path / "stderr", *command, *resume)
-        while not (log.exists() and log.stat().st_mtime_ns > written):
-            assert process.is_alive(), (tmp_path / "stderr").read_text()
-            time.sleep(0.01)
+        wait_for(lambda: log.exists() and log.stat().st_mtime_ns > written, process.is_alive,
+                 (tmp_path / "stderr").read_text)
         time.sleep(draw.uniform(0.0, 1.0))
         process.kill()
         process.join()
@@ -257,17 +255,17 @@ def test_killed_at_random_and_resumed_the_end_is_bit_equal(script, small, whole_
     (signal.SIGINT, 130, False), (signal.SIGTERM, 143, True), (signal.SIGHUP, 129, False)])
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, code, heard, small, whole_run, tmp_path):
     """Also where nobody reads what it says: Ctrl-C in `python grpo.py 2>&1 | tee log` ends the tee first."""
-    out = tmp_path / "stopped"
+    out, errors = tmp_path / "stopped", tmp_path / "stderr"
     command = [*small("grpo"), "--save_every", 100, "--output_dir", out]
-    before = signal.signal(number, signal.SIG_DFL)  # what `nohup pytest` ignores its children would ignore too
-    process = start_script(*command)
-    signal.signal(number, before)
-    wait_for(lambda: (out / "metrics.jsonl").exists(), process)
-    errors = process.stderr
+    os.mkfifo(errors)
+    reader = open(os.open(errors, os.O_RDONLY | os.O_NONBLOCK))
+    process = fork_script(errors, *command)
+    wait_for((out / "metrics.jsonl").exists, process.is_alive, reader.read)
     if not heard:
-        errors.close()
-    process.send_signal(number)
-    assert process.wait(timeout=120) == code and (not heard or "--resume" in errors.read())
+        reader.close()
+    os.kill(process.pid, number)
+    process.join(timeout=120)
+    assert process.exitcode == code and (not heard or "--resume" in reader.read())
     assert len(list(out.glob("checkpoint/step-*"))) == 1 and len(read_metrics(out)) < 5
     done = run_script(*command, "--resume")
     assert done.returncode == 0, done.stderr
@@ -464,7 +462,8 @@ def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp
 def in_two_processes(tmp_path_factory, small):
     """in_two_processes(script) -> the directory of its run of two steps; all of them in one job, to import only once."""
     folder = tmp_path_factory.mktemp("two")
-    runs = [[*map(str, small(script)), "--steps", "2", "--output_dir", str(folder / script)] for script in SCRIPTS]
+    runs = [[*map(str, small(script)), "--steps", "2", "--output_dir", str(folder / script)]
+            for script in [*SCRIPTS, LARGE_GROUPS]]
     shutil.copytree(common.build_tiny_model("arithmetic"), folder / "tiny")
     write(folder / "tiny" / "generation_config.json", '{"eos_token_id": [1, 2]}')  # chat models have two ends
     job = write(folder / "job.py", f"""
@@ -491,29 +490,18 @@ common.launch(lambda cfg: None, common.RunConfig)  # leaves as a script does
     return lambda script: folder / script
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_two_processes_give_the_numbers_of_one(script, whole_run, in_two_processes):
+@pytest.mark.parametrize("script", [*SCRIPTS, LARGE_GROUPS])
+def test_two_processes_give_the_numbers_of_one(script, whole_run, in_two_processes, monkeypatch):
     """Same prompts, same sampled tokens (a row's random numbers are its own), same loss and gradient norm."""
+    shared, read = [], common.read_prompts_once
+    monkeypatch.setattr(common, "read_prompts_once", lambda *args: (shared.append(args), read(*args))[1])
     one, two = read_metrics(whole_run(script)), read_metrics(in_two_processes(script))
     assert [metrics["step"] for metrics in two] == [0, 1, 2]
     for alone, together in zip(one, two):
         for name in together.keys() - TIMING:
             assert together[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
     assert (in_two_processes(script) / "model" / "model.safetensors").exists()
-
-
-def test_four_processes_that_read_prompts_once_give_the_numbers_of_one(tmp_path, monkeypatch):
-    """Groups large enough that `read_prompts_once` pays, on each rank as in one process."""
-    calls, read = [], common.read_prompts_once
-    monkeypatch.setattr(common, "read_prompts_once", lambda *a: (calls.append(len(a[3])), read(*a))[1])
-    flags = ["--steps", 1, "--prompts_per_step", 8, "--group_size", 32, "--output_dir"]
-    assert run_script("grpo.py", *flags, tmp_path / "one").returncode == 0 and len(calls) >= 2
-    done = run_script("grpo.py", *flags, tmp_path / "four", processes=4)
-    assert done.returncode == 0, done.stderr
-    one, four = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "four")
-    for alone, together in zip(one, four, strict=True):
-        for name in together.keys() - TIMING:
-            assert together[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+    assert shared or script != LARGE_GROUPS
 
 
 def test_a_row_has_the_same_random_numbers_in_its_reward_on_any_process(tmp_path, monkeypatch):
@@ -550,7 +538,7 @@ def test_what_is_killed_takes_the_others_with_it(killed, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "grpo.py", "--steps",
          "1000", "--output_dir", str(tmp_path / "run")], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists(), process)
+    wait_for((tmp_path / "run" / "metrics.jsonl").exists, lambda: process.poll() is None, process.stderr.read)
     ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(ranks[-1]) if killed == "rank" else process.pid, signal.SIGKILL)
     process.communicate(timeout=90)  # returns when nobody holds stderr any more
