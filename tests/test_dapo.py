@@ -103,6 +103,13 @@ def test_nothing_under_the_mask_matters(garbage):
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 
+def test_gradients_flow_into_the_log_probs_alone():
+    tensors = [torch.randn(3, 5, requires_grad=True) for _ in range(2)]
+    advantages = torch.randn(3, requires_grad=True)
+    dapo.dapo_loss(*tensors, advantages, torch.rand(3, 5), 0.2, 0.28)[0].backward()
+    assert tensors[0].grad.any() and all(x.grad is None for x in (*tensors[1:], advantages))
+
+
 # -------------------------------------------------------------------------------------------- overlong punishment
 
 def test_equation_13_at_its_corners():
@@ -136,6 +143,12 @@ def test_dynamic_sampling_refills_until_there_are_enough():
     drawn, groups = dapo.dynamic_sampling(roll_out, 4, 10)
     assert asked == [4, 4]  # 2 of the first 4 are kept; 2 more at a share of 1/2 need 4
     assert groups.tolist() == [1, 3, 5, 7] and len(drawn) == 2
+
+
+def test_dynamic_sampling_asks_for_what_is_missing_and_leaves_out_what_is_too_much():
+    roll_out, asked = fake_sampler("1mmmmm")
+    assert dapo.dynamic_sampling(roll_out, 4, 10)[1].tolist() == [1, 2, 3, 4]
+    assert asked == [4, 2]  # 1 more at a share of 3/4; both are informative
 
 
 def test_dynamic_sampling_stops_at_once_when_all_are_informative():

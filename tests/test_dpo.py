@@ -9,7 +9,8 @@ import torch
 
 import common
 import dpo
-from helpers import assert_metrics, is_right, load_tiny_model, plain_logprobs, plain_update, random_model, record_run
+from helpers import (assert_metrics, is_right, load_tiny_model, plain_logprobs, plain_update, random_model,
+                     read_metrics, record_run)
 
 
 def test_the_loss_is_ln_2_at_the_start_and_by_hand():
@@ -26,12 +27,13 @@ def test_the_gradient_is_the_papers():
     torch.manual_seed(0)
     chosen, rejected = torch.randn(2, 5).requires_grad_().unbind(0)
     chosen.retain_grad(), rejected.retain_grad()
-    references = torch.randn(2, 5)
+    references = torch.randn(2, 5, requires_grad=True)
     losses, _ = dpo.dpo_loss(chosen, rejected, *references, beta=0.7)
     losses.sum().backward()
     h = 0.7 * (chosen - rejected - references[0] + references[1]).detach()
     torch.testing.assert_close(chosen.grad, -0.7 * (1 - h.sigmoid()))
     torch.testing.assert_close(rejected.grad, 0.7 * (1 - h.sigmoid()))
+    assert references.grad is None
 
 
 def test_label_smoothing_and_reference_free():
@@ -113,6 +115,8 @@ def test_every_update_is_that_of_the_plain_algorithm(flags, tmp_path, monkeypatc
         losses = -0.9 * margins.sigmoid().log() - 0.1 * (-margins).sigmoid().log()
         updates = [plain_update(optimizer, losses.mean(), 1e-4, 0.5)]
         assert_metrics(step, updates, {"margin": margins.detach().mean(), "weight": (-margins).detach().sigmoid().mean()})
+    if not flags:  # all tie with the reference before the first step
+        assert read_metrics(tmp_path / "run")[0]["eval_pair_accuracy"] == 0.5
     assert step.metrics["pair_accuracy"] == (margins > 0).float().mean()
     assert step.metrics["eval_pair_accuracy"] == torch.tensor([float(h(pair) > 0) for pair in {
         pair.prompt: pair for step in steps for pair in step.batches[0]}.values()]).mean()

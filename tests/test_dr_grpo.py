@@ -38,6 +38,13 @@ def test_the_loss_is_grpos_without_kl():
                                grpo.grpo_loss(logprobs, old_logprobs, None, advantages, weights, 0.2, 0.0))
 
 
+def test_gradients_flow_into_the_log_probs_alone():
+    tensors = [torch.randn(3, 5, requires_grad=True) for _ in range(2)]
+    advantages = torch.randn(3, requires_grad=True)
+    dr_grpo.dr_grpo_loss(*tensors, advantages, torch.rand(3, 5), 0.2)[0].backward()
+    assert tensors[0].grad.any() and all(x.grad is None for x in (*tensors[1:], advantages))
+
+
 @pytest.mark.parametrize("max_tokens", [1, 100, 100_000])
 def test_the_gradient_is_the_unbiased_policy_gradient_for_any_micro_batch_size(max_tokens):
     """On-policy: −1/(N·L_max) Σ_i Â_i Σ_t ∇log π(o_{i,t}), every completion computed alone."""

@@ -49,7 +49,7 @@ def test_weights_are_a_mean_over_tokens_then_over_completions():
     (1.35, 1.0, 1.20, 0.00),   # ε = .2 counts 1.2·Â and stops pushing up
     (0.50, 1.0, 0.50, 0.50),   # a good token that fell is pushed back up
     (0.50, -1.0, -0.80, 0.00), (1.35, -1.0, -1.35, -1.35),
-    (5.00, -1.0, -5.00, -5.00)])  # no second clip hides here
+    (5.00, -1.0, -5.00, -5.00), (1e6, -1.0, -1e6, -1e6)])  # no second clip hides here
 def test_the_clipped_surrogate_by_hand(ratio, advantage, value, slope):
     """min(ρÂ, clip(ρ, .8, 1.2)Â), and its derivative with respect to log π: ρÂ inside, 0 where the clip is chosen."""
     logprobs = torch.tensor([[math.log(ratio) - 2.0]], requires_grad=True)
@@ -111,6 +111,13 @@ def test_nothing_under_the_mask_matters(garbage):
 
     for clean, dirty in zip(run(0.0), run(garbage)):
         assert torch.equal(clean, dirty)
+
+
+def test_gradients_flow_into_the_log_probs_alone():
+    tensors = [torch.randn(3, 5, requires_grad=True) for _ in range(3)]
+    advantages = torch.randn(3, requires_grad=True)
+    grpo.grpo_loss(*tensors, advantages, torch.rand(3, 5), 0.2, 0.04)[0].backward()
+    assert tensors[0].grad.any() and all(x.grad is None for x in (*tensors[1:], advantages))
 
 
 @pytest.mark.parametrize("difference", [-5000.0, 5000.0])

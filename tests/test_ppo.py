@@ -131,7 +131,7 @@ def test_weights_are_a_mean_over_all_tokens():
     (1.35, 1.0, 1.20, 0.00),   # ε = .2 counts 1.2·Â and stops pushing up
     (0.50, 1.0, 0.50, 0.50),   # a good token that fell is pushed back up
     (0.50, -1.0, -0.80, 0.00), (1.35, -1.0, -1.35, -1.35),
-    (5.00, -1.0, -5.00, -5.00)])  # no second clip hides here
+    (5.00, -1.0, -5.00, -5.00), (1e6, -1.0, -1e6, -1e6)])  # no second clip hides here
 def test_the_clipped_surrogate_by_hand(ratio, advantage, value, slope):
     """min(ρÂ, clip(ρ, .8, 1.2)Â), and its derivative with respect to log π: ρÂ inside, 0 where the clip is chosen."""
     logprobs = torch.tensor([[math.log(ratio) - 2.0]], requires_grad=True)
@@ -177,6 +177,14 @@ def test_nothing_under_the_mask_matters(garbage):
 
     for clean, dirty in zip(run(0.0), run(garbage)):
         assert clean.isfinite().all() and torch.equal(clean, dirty)
+
+
+def test_gradients_flow_into_the_log_probs_and_the_values_alone():
+    tensors = [torch.randn(3, 5, requires_grad=True) for _ in range(6)]
+    ppo.ppo_loss(*tensors[:3], torch.rand(3, 5), 0.2)[0].backward()
+    ppo.value_loss(*tensors[3:], torch.rand(3, 5), 0.2)[0].backward()
+    assert tensors[0].grad.any() and tensors[3].grad.any()
+    assert all(tensors[i].grad is None for i in (1, 2, 4, 5))
 
 
 @pytest.mark.parametrize("difference", [-5000.0, 5000.0])
@@ -383,7 +391,7 @@ def test_a_run_with_a_reward_model(tmp_path, normalize):
         assert done.returncode == 0, done.stderr
     _, first, second = read_metrics(tmp_path / "run")
     assert 0 < first["accuracy"] < 1 and (abs(first["reward"]) < 1e-5) == normalize
-    assert abs(second["reward"] - first["reward"]) < 1  # the same scale
+    assert 0 < abs(second["reward"] - first["reward"]) < 1  # the same scale, and not a mean of its own
 
 
 def test_a_directory_that_is_no_reward_model_is_refused_by_name(tmp_path, policy_directory):

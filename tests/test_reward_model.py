@@ -45,6 +45,8 @@ def test_calibration_error():
     assert reward_model.calibration_error(torch.tensor([1e-9, -1e-9])) == pytest.approx(0.0, abs=1e-6)
     assert reward_model.calibration_error(torch.tensor([1e-9, 1e-9])) == pytest.approx(0.5, abs=1e-6)
     assert reward_model.calibration_error(torch.full((4,), 50.0)) == pytest.approx(0.0, abs=1e-6)
+    # σ = .62, always preferred, and σ = .68, never: bins of width .05 tell them apart, ½·.38 + ½·.68
+    assert reward_model.calibration_error(torch.tensor([0.62, 0.32]).logit()) == pytest.approx(0.53, abs=1e-6)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "GPT2", "Gemma2"])
@@ -104,6 +106,7 @@ def test_the_step_is_the_mean_over_its_pairs_for_any_micro_batch(run_step, max_t
     model.zero_grad()
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    assert 0.5 < model.score.weight.std() * math.sqrt(model.config.hidden_size + 1) < 2  # a fresh head
     step = read_metrics(directory)[-1]
     assert step["loss"] == pytest.approx(loss.item(), rel=1e-4) and step["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
 
