@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import common
 from helpers import random_model
@@ -388,12 +389,16 @@ def test_dropout_is_off_and_the_dtype_is_kept(tmp_path):
     assert torch.equal(common.token_logprobs(policy, *arguments)[0], common.token_logprobs(policy, *arguments)[0])
     common.save_model(policy, tokenizer, tmp_path / "saved")
     assert common.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").dtype == torch.bfloat16
+    assert {weight.dtype for weight in load_file(tmp_path / "saved" / "model.safetensors").values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("architecture", ["Phimoe", "Mixtral"])
-def test_the_experts_of_a_policy_that_trains_are_those_that_sampled(architecture, tmp_path):
-    """PhiMoE draws its experts at random in training, and Mixtral adds noise: off, also after sampling."""
-    model, tokenizer = random_model(architecture, num_local_experts=4, router_jitter_noise=0.3)
+@pytest.mark.parametrize("architecture, noise", [
+    ("Phimoe", {"num_local_experts": 4, "router_jitter_noise": 0.3}), ("OPT", {"dropout": 0.5, "word_embed_proj_dim": 32}),
+    ("Mixtral", {"num_local_experts": 4, "router_jitter_noise": 0.3})])
+def test_a_policy_that_trains_is_the_one_that_sampled(architecture, noise, tmp_path):
+    """Layers that recompute are in training mode. There PhiMoE draws its experts at random, Mixtral adds noise and OPT
+    drops units: off, also after sampling."""
+    model, tokenizer = random_model(architecture, **noise)
     model.save_pretrained(tmp_path)
     policy, arguments = common.load_model(str(tmp_path), torch.device("cpu")), (*batch_of_three(tokenizer)[:2], 8)
     cfg = SimpleNamespace(freeze_layers=0, gradient_checkpointing=True, lr=1e-4, steps=1, lr_schedule="constant",
@@ -523,6 +528,8 @@ def test_a_chat_template_is_applied_once_and_bos_is_not_doubled():
     assert common.render_prompt(text, tokenizer, "2") == (text, False)  # it is templated already
     assert common.render_prompt([{"role": "system", "content": "3"}, {"role": "user", "content": "4"}], tokenizer,
                                 "2")[0] == "<eos>3<eos>4<eos>"
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}{% if not enable_thinking %}<think></think>{% endif %}"
+    assert common.render_prompt("1+1=?", tokenizer, "") == ("1+1=?", True)  # Qwen3's would leave no room to think
     refusing = "{{ raise_exception('no ' + messages[0]['role']) if messages[0]['role'] in MANY else messages[0]['content'] }}"
     tokenizer.chat_template = refusing.replace("MANY", "['system']")  # Gemma's: then it opens the first message
     assert common.render_prompt("1+1=?", tokenizer, "2") == ("2\n\n1+1=?", True)
@@ -536,6 +543,10 @@ def test_a_chat_template_is_applied_once_and_bos_is_not_doubled():
     eos = with_bos.eos_token_id
     with_bos._tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", eos)])
     assert common.encode(with_bos, "1")[0] == eos and common.encode(with_bos, "<eos>1") == common.encode(with_bos, "1")
+    assert common.encode(with_bos, "<eos>1", templated=True) == common.encode(with_bos, "1")
+    with_eos = common.tiny_tokenizer()
+    with_eos._tokenizer.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", eos)])
+    assert common.encode(with_eos, "1") == common.encode(with_bos, "1")[1:]  # or the prompt would be over
 
 
 # ------------------------------------------------------------------------------------------ evaluation, machinery

@@ -220,6 +220,16 @@ def test_every_update_is_that_of_the_plain_algorithm(average, unit_of, switches,
     assert any(len(step.rollouts) > 1 for step in steps) or "--no_dynamic_sampling" in switches
 
 
+def test_few_rows_make_few_updates(tmp_path, monkeypatch):
+    """Each of them has a row: four groups of two give eight, but those that are all right or all wrong do not count."""
+    steps = record_run(
+        monkeypatch, "dapo.py", tmp_path / "run", "--steps", 3, "--prompts_per_step", 4, "--group_size", 2,
+        "--minibatches", 8, "--max_generation_batches", 1)
+    kept = [round(4 * step.metrics["kept_fraction"]) for step in steps]
+    assert [len(step.updates) for step in steps] == [2 * count for count in kept] and min(kept) < 4
+    assert all(update["grad_norm"] > 0 for step in steps for update in step.updates)
+
+
 def test_without_an_informative_group_the_step_makes_no_update(tmp_path):
     """Rewards that never are above 0: the step gives up, says so, logs a zero gradient, and the run goes on."""
     (tmp_path / "reward.py").write_text("def never(prompt, completion, row):\n    return -1.0\n")

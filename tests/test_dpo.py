@@ -122,11 +122,14 @@ def test_every_update_is_that_of_the_plain_algorithm(flags, tmp_path, monkeypatc
         pair.prompt: pair for step in steps for pair in step.batches[0]}.values()]).mean()
 
 
-def test_every_update_on_policy_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags", [[], ["--reference_free"]])
+def test_every_update_on_policy_is_that_of_the_plain_algorithm(flags, tmp_path, monkeypatch):
     """Two samples of each of twelve prompts: the right one is chosen, two right or two wrong ones are no pair."""
+    if flags:
+        monkeypatch.setattr(common, "load_reference", None)  # is not loaded
     steps = record_run(
         monkeypatch, "dpo.py", tmp_path / "run", "--on_policy", "--steps", 3, "--pairs_per_step", 12, "--beta", 0.3,
-        "--lr", 1e-4, "--warmup_steps", 0, "--max_grad_norm", 0.5, "--micro_batch_tokens", 200)
+        "--lr", 1e-4, "--warmup_steps", 0, "--max_grad_norm", 0.5, "--micro_batch_tokens", 200, *flags)
     policy, reference = load_tiny_model(), load_tiny_model()
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for step in steps:
@@ -135,8 +138,10 @@ def test_every_update_on_policy_is_that_of_the_plain_algorithm(tmp_path, monkeyp
         pairs = [(i, i + 1) if right[i] else (i + 1, i) for i in range(0, 24, 2) if right[i] != right[i + 1]]
         losses = []
         for chosen, rejected in pairs:
-            above = [plain_logprobs(policy, rollout, i).sum() - plain_logprobs(reference, rollout, i).sum().detach()
-                     for i in (chosen, rejected)]
+            above = [plain_logprobs(policy, rollout, i).sum() for i in (chosen, rejected)]
+            if not flags:
+                above = [logprob - plain_logprobs(reference, rollout, i).sum().detach()
+                         for logprob, i in zip(above, (chosen, rejected))]
             losses.append(-(0.3 * (above[0] - above[1])).sigmoid().log())
         updates = [plain_update(optimizer, sum(losses) / len(losses), 1e-4, 0.5)]
         assert_metrics(step, updates, {"reward": sum(right) / 24, "accuracy": sum(right) / 24, "ties": 12 - len(pairs),
@@ -163,7 +168,8 @@ def test_every_form_of_preference_row(tmp_path, capsys):
     path.write_text("\n".join(json.dumps(row) for row in rows))
     read = common.read_preferences(str(path))
     assert [p.answers for p in read] == [["a", "b"], ["a", "b", "c"], ["a", "b"], ["a", "b"], [" a", " b"]]
-    assert [p.margin for p in read] == [2, 0, 0, 0, 0] and read[3].prompt == [turn] == read[2].prompt
+    assert [p.margin for p in read] == [2, 0, 0, 0, 0] and read[1].scores == [4, 3, 1]  # of equal answers the first
+    assert read[3].prompt == [turn] == read[2].prompt
     assert "left out 2 of 7 rows" in capsys.readouterr().err
 
 

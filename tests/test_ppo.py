@@ -391,7 +391,7 @@ def test_a_run_with_a_reward_model(tmp_path, normalize):
         assert done.returncode == 0, done.stderr
     _, first, second = read_metrics(tmp_path / "run")
     assert 0 < first["accuracy"] < 1 and (abs(first["reward"]) < 1e-5) == normalize
-    assert 0 < abs(second["reward"] - first["reward"]) < 1  # the same scale, and not a mean of its own
+    assert 1e-4 < abs(second["reward"] - first["reward"]) < 1  # the same scale, and not a mean of its own
 
 
 def test_a_directory_that_is_no_reward_model_is_refused_by_name(tmp_path, policy_directory):
@@ -431,11 +431,11 @@ def plain_values(critic, rollout, i):
 
 @pytest.mark.parametrize("beta, gamma, lam, bonus, missing", [(0.1, 0.9, 0.8, 0.05, -0.5), (0.0, 1.0, 1.0, 0.0, None)])
 def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, missing, tmp_path, monkeypatch):
-    """InstructGPT's PPO, one completion and one token at a time: two rollouts, two minibatches, two passes."""
+    """InstructGPT's PPO, one completion and one token at a time: three rollouts, two minibatches, two passes."""
     steps = record_run(
-        monkeypatch, "ppo.py", tmp_path / "run", "--steps", 2, "--prompts_per_step", 12, "--minibatches", 2,
+        monkeypatch, "ppo.py", tmp_path / "run", "--steps", 3, "--prompts_per_step", 12, "--minibatches", 2,
         "--updates_per_batch", 2, "--max_new_tokens", 21, "--temperature", 0.8, "--gamma", gamma, "--lam", lam,
-        "--kl_coef", beta, *["--kl_target", 0.01] * (beta > 0), "--entropy_coef", bonus, "--clip_eps", 0.05,
+        "--kl_coef", beta, *["--kl_target", 1] * (beta > 0), "--entropy_coef", bonus, "--clip_eps", 0.05,
         "--value_clip_eps", 0.1, "--value_coef", 0.5, "--missing_eos_score", "none" if missing is None else missing,
         "--lr", 2e-4, "--value_lr", 1e-3, "--max_grad_norm", 0.5, "--micro_batch_tokens", 200)
     policy, reference = load_tiny_model(), load_tiny_model()
@@ -485,7 +485,7 @@ def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, mi
             "explained_variance": 1 - (returns - values).var(correction=0) / returns.var(correction=0)}
         if beta:
             expected |= {"kl": (old - ref).mean(), "kl_coef": beta}
-            error = ((old - ref).sum() / 12 - 0.01) / 0.01  # of the mean over completions
+            error = (old - ref).sum() / 12 - 1  # nats per completion
             beta *= 1 + 0.1 * error.clamp(-0.2, 0.2).item()
         assert_metrics(step, updates[::2], expected)
         assert ("kl" in step.metrics) == (beta > 0)
