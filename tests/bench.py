@@ -565,6 +565,8 @@ def main() -> None:
     parser.add_argument("--out", default="")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the scripts take a GPU where they see one
     if args.case:
         case, settings, arguments = json.loads(args.case)
         torch.set_num_threads(arguments["threads"])

@@ -172,6 +172,14 @@ def test_micro_batches_deal_every_row_once_and_keep_blocks_together(max_tokens):
     assert sorted(seen) == list(range(12))
 
 
+def test_long_and_short_rows_do_not_share_a_micro_batch():
+    """Eight rows of 25 tokens and eight of 5 would be 40% padding; a small micro-batch may be anything."""
+    batch = common.Batch(*common.collate([[5]] * 16, [[7] * n for n in [24, 4] * 8], 0))
+    dealt = [rows.tolist() for rows, *_ in common.micro_batches(batch, list(range(16)), 500)]
+    assert dealt == [list(range(0, 16, 2)), list(range(1, 16, 2))]
+    assert len(list(common.micro_batches(batch, list(range(16)), 1600))) == 1
+
+
 @pytest.mark.parametrize("architecture, can_share", [("Qwen2", True), ("Llama", True), ("GPT2", True), ("Qwen3", True),
                                                      ("Mistral", False), ("Gemma2", False), ("GPTNeo", False)])
 def test_a_prompt_is_read_once_for_all_its_completions(architecture, can_share, monkeypatch):
@@ -375,6 +383,7 @@ def test_several_eos_ids_all_end_a_completion():
     rollout = common.sample(model, tokenizer, ["1+1=?"], 64, 30)
     last = rollout.input_ids[:, -rollout.mask.shape[1]:].gather(1, rollout.lengths[:, None] - 1)[:, 0]
     assert set(last[rollout.finished].tolist()) == {tokenizer.eos_token_id, other_end}
+    assert not any("7" in text for text in rollout.completions)  # the end is no part of the text
 
 
 # -------------------------------------------------------------------------------------------------------- models
