@@ -69,8 +69,12 @@ def test_a_head_in_bfloat16_takes_hidden_states_in_float32():
 
 def test_a_model_that_looks_ahead_is_noticed():
     """The rows of a batch are read without their padding, and without what follows: right for causal models alone."""
-    with pytest.warns(UserWarning, match="all logits at once"):
-        assert not common.head_is_sliceable(random_model("Bert")[0])
+    looks_ahead = random_model("Llama")[0]  # its head is a plain one
+    for layer in looks_ahead.model.layers:
+        layer.self_attn.is_causal = False
+    for model in (looks_ahead, random_model("Bert")[0]):
+        with pytest.warns(UserWarning, match="all logits at once"):
+            assert not common.head_is_sliceable(model)
 
 
 def test_an_unknown_head_falls_back_to_full_logits_with_one_warning(recwarn):
@@ -564,6 +568,16 @@ def test_pass_at_k():
     """Of 4 samples 1 right: two drawn miss it with chance 3/4 · 2/3 = 1/2."""
     assert common.pass_at_k(4, 1, 2) == 0.5
     assert common.pass_at_k(4, 0, 4) == 0.0 and common.pass_at_k(4, 1, 4) == 1.0 and common.pass_at_k(5, 5, 1) == 1.0
+
+
+def test_an_evaluation_leaves_the_random_state_as_it_was():
+    """So --eval_every and --eval_samples do not change what is trained."""
+    model, tokenizer = random_model("Qwen2")
+    problem = common.Problem("1+1=?", tokenizer.encode("1+1=?"), "2", {"answer": "2"})
+    score = common.load_reward(SimpleNamespace(reward="verifier", format_reward=0.0))
+    cfg, state = SimpleNamespace(max_new_tokens=8, eval_samples=3, temperature=1.0), torch.get_rng_state()
+    metrics = common.evaluate(model, tokenizer, [problem] * 2, score, cfg)
+    assert metrics.keys() == {"eval_accuracy", "eval_avg@3", "eval_pass@3"} and torch.equal(torch.get_rng_state(), state)
 
 
 def test_meter_weights_its_means():

@@ -68,9 +68,10 @@ def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
     steps = record_run(
         monkeypatch, "dr_grpo.py", tmp_path / "run", "--steps", 2, "--prompts_per_step", 4, "--group_size", 4,
         "--minibatches", 2, "--updates_per_batch", 2, "--max_new_tokens", 24, "--temperature", 0.8, "--clip_eps", 0.05,
-        "--lr", 2e-4, "--max_grad_norm", 0.5, "--micro_batch_tokens", 200)
+        "--lr", 2e-4, "--lr_schedule", "linear", "--max_grad_norm", 0.5, "--micro_batch_tokens", 200)
     policy = load_tiny_model()
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
+    rates = iter(2e-4 * (1 - n / 8) for n in range(8))  # to 0 over all the updates
     for step in steps:
         [rollout], [order] = step.rollouts, step.orders
         rewards = torch.tensor([float(is_right(rollout, i)) for i in range(16)])
@@ -85,7 +86,7 @@ def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
                 surrogate, other = ratio * advantages[i], ratio.clamp(0.95, 1.05) * advantages[i]
                 loss = loss - torch.min(surrogate, other).sum() / (24 * len(minibatch))
                 clipped.append(other < surrogate)
-            updates.append(plain_update(optimizer, loss, 2e-4, 0.5))
+            updates.append(plain_update(optimizer, loss, next(rates), 0.5))
         assert step.updates == [pytest.approx(update, rel=2e-3, abs=1e-5) for update in updates]
         assert_metrics(step, updates, {"reward": rewards.mean(), "clip_fraction": torch.cat(clipped).float().mean()})
         assert "kl" not in step.metrics and rollout.lengths.max() < 24

@@ -344,6 +344,12 @@ def test_a_reward_model_reads_the_sampled_tokens_at_the_last_of_them(tmp_path, p
         ids = rollout.input_ids[i][rollout.attention_mask[i].bool()]
         expected = model.score(model.base_model(ids[None])[0])[0, -1, 0] - 0.25
         torch.testing.assert_close(rewards.flatten()[i], expected, rtol=1e-4, atol=1e-5)
+    rollout.completions[2] = "<think>1+1=2</think><answer>2</answer>"  # say
+    with_format, correct = common.load_reward(reward_config(
+        tmp_path / "rm", policy_directory, format_reward=0.5))(problems, rollout)
+    expected = torch.tensor([[0.0, 0, 1, 0], [0, 0, 0, 0]])
+    torch.testing.assert_close(with_format - rewards, 0.5 * expected)
+    assert torch.equal(correct, expected.bool())
 
 
 def test_a_reward_model_of_another_vocabulary_reads_the_text(tmp_path, policy_directory):

@@ -335,6 +335,15 @@ def test_a_non_finite_update_is_skipped_counted_and_ends_the_run(bad, capsys):
     assert torch.equal(model.weight, before) and run.bad_steps == 2 and "2 in a row" in capsys.readouterr().err
     step(1.0)
     assert run.bad_steps == 0 and not torch.equal(model.weight, before)
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 2)).sum().backward()
+    run.optimizer_step(model, optimizer, schedule, torch.tensor(bad))  # the loss alone
+    assert torch.equal(model.weight, before) and run.bad_steps == 1
+    critic = torch.nn.Linear(2, 1)
+    critic(torch.ones(1, 2)).sum().backward()
+    run.optimizer_step(critic, torch.optim.AdamW(critic.parameters()), schedule, torch.tensor(0.0))
+    assert run.bad_steps == 1  # a good update of one model does not excuse the other
+    step(1.0)
     with pytest.raises(common.TrainingFailed, match="3 updates in a row"):
         for _ in range(3):
             step(bad)
