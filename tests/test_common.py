@@ -533,6 +533,17 @@ def test_a_damaged_gzip_file_is_named(tmp_path):
             common.read_problems(str(path))
 
 
+@pytest.mark.parametrize("longest, kept", [(99, [3, 8]), (5, [3])])
+def test_prompts_that_are_too_long_are_left_out_aloud(longest, kept, capsys):
+    """Longer than --max_prompt_tokens, or than what 4 new tokens leave of a context of 12."""
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.model_max_length = 12
+    cfg = SimpleNamespace(model="tiny", system_prompt="", max_prompt_tokens=longest, max_new_tokens=4)
+    problems = common.encode_prompts([common.Problem("1" * n, [], "1", {}) for n in (3, 8, 9)], tokenizer, cfg, "--data")
+    assert [len(problem.prompt_ids) for problem in problems] == kept
+    assert f"--data: left out {3 - len(kept)} of 3 prompts" in capsys.readouterr().err
+
+
 def test_a_chat_template_is_applied_once_and_bos_is_not_doubled():
     tokenizer = common.tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}<eos>{{ m['content'] }}{% endfor %}<eos>"
