@@ -513,6 +513,23 @@ def test_two_processes_give_the_numbers_of_one(script, whole_run, in_two_process
     assert shared or script != LARGE_GROUPS
 
 
+@pytest.mark.parametrize("script", ["dpo --on_policy", "reward_model"])
+def test_a_rank_that_only_keeps_step_with_the_others_adds_nothing(script, small, whole_run, tmp_path, monkeypatch):
+    """Where there are fewer rows than ranks, one computes some again, with T = 0 (see `micro_batches`)."""
+    deal = common.micro_batches
+
+    def with_an_idle_rank(*args):
+        dealt = list(deal(*args))
+        yield from dealt
+        for rows, input_ids, attention_mask, T in dealt[:1]:
+            yield rows, input_ids[:, :-T], attention_mask[:, :-T], 0
+    expected = whole_run(script)
+    monkeypatch.setattr(common, "micro_batches", with_an_idle_rank)
+    done = run_script(*small(script), "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert_same_outcome(expected, tmp_path / "run")
+
+
 def test_a_row_has_the_same_random_numbers_in_its_reward_on_any_process(tmp_path, monkeypatch):
     """So a step does not depend on how many there are, nor on a random state of each that --resume would need."""
     path = write(tmp_path / "reward.py", "import random, numpy, torch\n"
