@@ -19,11 +19,15 @@ WITHOUT_TINY_MODEL = {"test_common.py", "test_verifiers.py"}
 @pytest.fixture(scope="session", autouse=True)
 def builder(request):
     """Builds the tiny model under runs/, once: 40 s of one core, beside the tests that do without it."""
-    if any(item.path.name not in WITHOUT_TINY_MODEL for item in request.session.items):
-        return subprocess.Popen([sys.executable, "-c", "import common; common.build_tiny_model('arithmetic')"], cwd=ROOT)
+    os.chdir(ROOT)  # runs/ is looked for in the working directory
+    build = "import common; common.build_tiny_model('arithmetic')"
+    wanted = any(item.path.name not in WITHOUT_TINY_MODEL for item in request.session.items)
+    with subprocess.Popen([sys.executable, "-c", build if wanted else ""]) as process:
+        yield process
+        process.kill()  # the tests may have ended first: -x, Ctrl-C
 
 
 @pytest.fixture(autouse=True)
 def tiny_model(request, builder):
     if request.path.name not in WITHOUT_TINY_MODEL:
-        builder.wait()
+        assert builder.wait() == 0, "the tiny model cannot be built"

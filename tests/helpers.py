@@ -104,28 +104,30 @@ def read_metrics(directory) -> list[dict]:
 # ------------------------------------------------- a run against the plain algorithm, one completion at a time
 
 def record_run(monkeypatch, script: str, directory, *flags) -> list:
-    """Run a script in this process -> for each of its steps: the `batches` of data, the `rollouts`, the `orders` into
-    which rows were shuffled, what the `updates` returned, and the `metrics`."""
-    module, steps, count = importlib.import_module(script.removesuffix(".py")), [], common.Run.steps
+    """Run a script in this process -> for each of its steps what chance decided and what came of it: the `batches` of
+    data, the sampled `rollouts`, the `orders` that `torch.randperm` dealt rows in; what each of its `updates`
+    (`Run.optimizer_step`) returned, and its line of `metrics`."""
+    module, steps, run_steps = importlib.import_module(script.removesuffix(".py")), [], common.Run.steps
 
     def recorded(name, function):
-        def call(*args):
-            result = function(*args)
-            if steps:
+        """The function, with its results noted under `name` of the step that is on."""
+        def call(*args, **kwargs):
+            result = function(*args, **kwargs)
+            if steps:  # else it is before the first
                 getattr(steps[-1], name).append(result)
             return result
         return call
 
-    def counted(run):
-        for step in count(run):
+    def recorded_steps(run):
+        for step in run_steps(run):
             steps.append(SimpleNamespace(batches=[], rollouts=[], orders=[], updates=[]))
             yield step
-    monkeypatch.setattr(common.Run, "steps", counted)
+
+    monkeypatch.setattr(common.Run, "steps", recorded_steps)
     monkeypatch.setattr(common.Shuffled, "next", recorded("batches", common.Shuffled.next))
     monkeypatch.setattr(torch, "randperm", recorded("orders", torch.randperm))
     monkeypatch.setattr(common.Run, "optimizer_step", recorded("updates", common.Run.optimizer_step))
-    if hasattr(module, "sample"):
-        monkeypatch.setattr(module, "sample", recorded("rollouts", module.sample))
+    monkeypatch.setattr(module, "sample", recorded("rollouts", module.sample))
     few = Path(directory).with_suffix(".eval.jsonl")
     few.write_text("".join(json.dumps(row) + "\n" for row in common.arithmetic_rows(2, "eval")[:4]))
     done = run_script(script, "--output_dir", directory, "--eval_data", few, *flags)
@@ -140,16 +142,31 @@ def load_tiny_model():
 
 
 def row_alone(rollout, i: int):
-    """(ids of prompt and completion i without padding, the places before each token of the completion)."""
-    n = int(rollout.lengths[i])
-    return rollout.input_ids[i][rollout.attention_mask[i].bool()], slice(-n - 1, -1)
+    """(ids of prompt and completion i without padding, how many of them are the completion's)."""
+    return rollout.input_ids[i][rollout.attention_mask[i].bool()], int(rollout.lengths[i])
+
+
+def policies(model, ids, n: int, temperature: float = 1.0) -> torch.distributions.Categorical:
+    """π(·|what comes before) for each of the last n tokens of `ids`, from all of the model's logits."""
+    logits = model(ids[None]).logits[0, -n - 1:-1]  # those for a token stand at the place before it
+    return torch.distributions.Categorical(logits=logits / temperature)
 
 
 def plain_logprobs(model, rollout, i: int, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs [|o_i|] of the tokens of completion i, read alone, from all of its logits."""
-    ids, before = row_alone(rollout, i)
-    logprobs = (model(ids[None]).logits[0, before] / temperature).log_softmax(-1)
-    return logprobs.gather(1, ids[-len(logprobs):, None])[:, 0]
+    """Log-probs [|o_i|] of the tokens of completion i, read alone."""
+    ids, n = row_alone(rollout, i)
+    return policies(model, ids, n, temperature).log_prob(ids[-n:])
+
+
+def plain_entropies(model, rollout, i: int, temperature: float = 1.0) -> torch.Tensor:
+    """Entropies [|o_i|] of the distributions that the tokens of completion i were drawn from."""
+    return policies(model, *row_alone(rollout, i), temperature).entropy()
+
+
+def plain_finished(rollout) -> torch.Tensor:
+    """Whether each completion ends with EOS: bool [N]."""
+    return torch.tensor([row_alone(rollout, i)[0][-1] == common.tiny_tokenizer().eos_token_id
+                         for i in range(len(rollout.mask))])
 
 
 def is_right(rollout, i: int) -> bool:
@@ -160,17 +177,29 @@ def is_right(rollout, i: int) -> bool:
 
 
 def plain_update(optimizer, loss, lr: float, max_grad_norm: float) -> dict[str, float]:
-    """Backward, clip, step -> what `optimizer_step` returns."""
-    loss.backward()
+    """Backward, clip, step -> what `Run.optimizer_step` returns; the norm is that before clipping."""
     [group] = optimizer.param_groups
-    group["lr"], norm = lr, torch.nn.utils.clip_grad_norm_(group["params"], max_grad_norm)
+    group["lr"] = lr
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
     return {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr}
 
 
 def assert_metrics(step, updates, expected: dict) -> None:
-    """The log says the means over the updates, and these."""
+    """The step's line in metrics.jsonl has the means over its updates of loss, grad_norm and lr, and what is expected
+    beside them."""
     expected = expected | {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
     assert {name: step.metrics[name] for name in expected} == pytest.approx(
         {name: float(value) for name, value in expected.items()}, rel=2e-3, abs=1e-5)
+
+
+def assert_same_weights(directory, policy) -> None:
+    """The saved model is the plain one: what training changed differs by rounding alone, which AdamW amplifies where a
+    gradient is nearly 0."""
+    trained = transformers.AutoModelForCausalLM.from_pretrained(Path(directory) / "model")
+    saved, plain, start = (torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+                           for model in (trained, policy, load_tiny_model()))
+    difference, change = (saved - plain).norm().item(), (saved - start).norm().item()
+    assert difference < 3e-3 * change

@@ -406,8 +406,8 @@ def test_dropout_is_off_and_the_dtype_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("architecture, noise", [
-    ("Phimoe", {"num_local_experts": 4, "router_jitter_noise": 0.3}), ("OPT", {"dropout": 0.5, "word_embed_proj_dim": 32}),
-    ("Mixtral", {"num_local_experts": 4, "router_jitter_noise": 0.3})])
+    ("Phimoe", {"num_local_experts": 4, "router_jitter_noise": 0.3}),
+    ("Mixtral", {"num_local_experts": 4, "router_jitter_noise": 0.3}), ("OPT", {"dropout": 0.5, "word_embed_proj_dim": 32})])
 def test_a_policy_that_trains_is_the_one_that_sampled(architecture, noise, tmp_path):
     """Layers that recompute are in training mode. There PhiMoE draws its experts at random, Mixtral adds noise and OPT
     drops units: off, also after sampling."""
@@ -416,7 +416,8 @@ def test_a_policy_that_trains_is_the_one_that_sampled(architecture, noise, tmp_p
     policy, arguments = common.load_model(str(tmp_path), torch.device("cpu")), (*batch_of_three(tokenizer)[:2], 8)
     cfg = SimpleNamespace(freeze_layers=0, gradient_checkpointing=True, lr=1e-4, steps=1, lr_schedule="constant",
                           warmup_steps=0)
-    common.make_optimizer(policy, cfg)
+    optimizer, _ = common.make_optimizer(policy, cfg)
+    assert optimizer.defaults["weight_decay"] == 0
     common.sample(policy, tokenizer, PROMPTS, 2, 4)
     assert common.decoder_layers(policy)[0].training
     torch.testing.assert_close(common.token_logprobs(policy, *arguments)[0], common.token_logprobs(model, *arguments)[0])

@@ -9,8 +9,8 @@ import torch
 
 import common
 import dpo
-from helpers import (assert_metrics, is_right, load_tiny_model, plain_logprobs, plain_update, random_model,
-                     read_metrics, record_run)
+from helpers import (assert_metrics, assert_same_weights, is_right, load_tiny_model, plain_logprobs, plain_update,
+                     policies, random_model, read_metrics, record_run)
 
 
 def test_the_loss_is_ln_2_at_the_start_and_by_hand():
@@ -74,62 +74,70 @@ def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
 
     def by_definition():
         for i, pair in enumerate(pairs):
-            logprobs = []
-            for ids in pair.answer_ids:
-                whole = torch.tensor([pair.prompt_ids + ids])
-                scores = model(whole).logits[0, -len(ids) - 1:-1].log_softmax(-1)
-                logprobs.append(scores.gather(1, torch.tensor(ids)[:, None]).sum()[None])
-            (dpo.dpo_loss(*logprobs, references[2 * i:2 * i + 1], references[2 * i + 1:2 * i + 2], 0.1)[0].sum() / 3).backward()
+            chosen, rejected = (policies(model, torch.tensor(pair.prompt_ids + ids), len(ids)).log_prob(
+                torch.tensor(ids)).sum() for ids in pair.answer_ids)
+            h = 0.1 * (chosen - references[2 * i] - rejected + references[2 * i + 1])
+            (-torch.nn.functional.logsigmoid(h) / 3).backward()  # eq. 7
 
     torch.testing.assert_close(gradient(in_micro_batches), gradient(by_definition), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("flags", [[], ["--reference_free"]])
-def test_every_update_is_that_of_the_plain_algorithm(flags, tmp_path, monkeypatch):
+@pytest.mark.parametrize("reference_free", [False, True])
+def test_every_update_is_that_of_the_plain_algorithm(reference_free, tmp_path, monkeypatch):
     """Pairs from a file, one answer at a time: six pairs a step out of eight, so that the second step starts anew."""
     draw, path = random.Random(0), tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps({
         "prompt": row["prompt"], "chosen": common.worked_answer(row["prompt"], draw, 0, 0),
-        "rejected": common.worked_answer(row["prompt"], draw, 0, 1)}) + "\n" for row in common.arithmetic_rows(2, "train")[:8]))
+        "rejected": common.worked_answer(row["prompt"], draw, 0, 1)}) + "\n"
+        for row in common.arithmetic_rows(2, "train")[:8]))
     steps = record_run(
-        monkeypatch, "dpo.py", tmp_path / "run", "--data", path, "--eval_data", path, "--steps", 3, "--pairs_per_step", 6,
-        "--beta", 0.3, "--label_smoothing", 0.1, "--temperature", 0.8, "--lr", 1e-4, "--warmup_steps", 0,
-        "--max_grad_norm", 0.5, "--micro_batch_tokens", 200, *flags)
+        monkeypatch, "dpo.py", tmp_path / "run", "--data", path, "--eval_data", path, "--steps", 3,
+        "--pairs_per_step", 6, "--beta", 0.3, "--label_smoothing", 0.1, "--temperature", 0.8, "--lr", 1e-4,
+        "--warmup_steps", 0, "--max_grad_norm", 0.5, "--micro_batch_tokens", 200,
+        *["--reference_free"] * reference_free)
     policy, reference, tokenizer = load_tiny_model(), load_tiny_model(), common.tiny_tokenizer()
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
 
-    def logprob(model, pair, answer):
-        ids = [tokenizer.encode(text) for text in (pair.prompt, answer + "<eos>")]
-        batch = common.collate(ids[:1], ids[1:], 0)
-        return plain_logprobs(model, common.Rollout(*batch, [], []), 0, 0.8).sum()
+    def logprob(model, prompt, answer):
+        """log π(y|x), the sum over the answer's tokens, at the temperature of the run."""
+        prompt_ids, answer_ids = tokenizer.encode(prompt), tokenizer.encode(answer + "<eos>")
+        before_each = policies(model, torch.tensor(prompt_ids + answer_ids), len(answer_ids), 0.8)
+        return before_each.log_prob(torch.tensor(answer_ids)).sum()
 
-    def h(pair):
-        chosen, rejected = (logprob(policy, pair, answer) for answer in pair.answers)
-        with torch.no_grad():
-            of_reference = logprob(reference, pair, pair.answers[0]) - logprob(reference, pair, pair.answers[1])
-        return 0.3 * (chosen - rejected - (0 if "--reference_free" in flags else of_reference))
+    def margin(pair):
+        """What stands inside σ in eq. 7: β times the log-ratio of the chosen answer less that of the rejected one."""
+        def log_ratio(answer):
+            of_policy = logprob(policy, pair.prompt, answer)
+            return of_policy if reference_free else of_policy - logprob(reference, pair.prompt, answer).detach()
+        chosen, rejected = pair.answers
+        return 0.3 * (log_ratio(chosen) - log_ratio(rejected))
 
     for step in steps:
         [pairs] = step.batches
-        margins = torch.stack([h(pair) for pair in pairs])
-        losses = -0.9 * margins.sigmoid().log() - 0.1 * (-margins).sigmoid().log()
+        margins = torch.stack([margin(pair) for pair in pairs])
+        losses = -0.9 * margins.sigmoid().log() - 0.1 * (-margins).sigmoid().log()  # cDPO: 10% are the wrong way round
         updates = [plain_update(optimizer, losses.mean(), 1e-4, 0.5)]
-        assert_metrics(step, updates, {"margin": margins.detach().mean(), "weight": (-margins).detach().sigmoid().mean()})
-    if not flags:  # all tie with the reference before the first step
-        assert read_metrics(tmp_path / "run")[0]["eval_pair_accuracy"] == 0.5
+        assert step.updates == [pytest.approx(update, rel=5e-4, abs=1e-5) for update in updates]
+        margins = margins.detach()
+        assert_metrics(step, updates, {"margin": margins.mean(), "weight": (-margins).sigmoid().mean()})
+    assert_same_weights(tmp_path / "run", policy)
+    # of the last step; in the first, the signs of the margins are rounding
     assert step.metrics["pair_accuracy"] == (margins > 0).float().mean()
-    assert step.metrics["eval_pair_accuracy"] == torch.tensor([float(h(pair) > 0) for pair in {
-        pair.prompt: pair for step in steps for pair in step.batches[0]}.values()]).mean()
+    if not reference_free:  # all tie with the reference before the first step
+        assert read_metrics(tmp_path / "run")[0]["eval_pair_accuracy"] == 0.5
+    in_order = [float(margin(pair) > 0) for pair in common.read_preferences(str(path))]
+    assert step.metrics["eval_pair_accuracy"] == sum(in_order) / 8
 
 
-@pytest.mark.parametrize("flags", [[], ["--reference_free"]])
-def test_every_update_on_policy_is_that_of_the_plain_algorithm(flags, tmp_path, monkeypatch):
+@pytest.mark.parametrize("reference_free", [False, True])
+def test_every_update_on_policy_is_that_of_the_plain_algorithm(reference_free, tmp_path, monkeypatch):
     """Two samples of each of twelve prompts: the right one is chosen, two right or two wrong ones are no pair."""
-    if flags:
-        monkeypatch.setattr(common, "load_reference", None)  # is not loaded
+    if reference_free:
+        monkeypatch.setattr(common, "load_reference", None)  # to load it would fail: none is needed
     steps = record_run(
         monkeypatch, "dpo.py", tmp_path / "run", "--on_policy", "--steps", 3, "--pairs_per_step", 12, "--beta", 0.3,
-        "--lr", 1e-4, "--warmup_steps", 0, "--max_grad_norm", 0.5, "--micro_batch_tokens", 200, *flags)
+        "--temperature", 0.8, "--lr", 1e-4, "--warmup_steps", 0, "--max_grad_norm", 0.5, "--micro_batch_tokens", 200,
+        *["--reference_free"] * reference_free)
     policy, reference = load_tiny_model(), load_tiny_model()
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for step in steps:
@@ -138,14 +146,16 @@ def test_every_update_on_policy_is_that_of_the_plain_algorithm(flags, tmp_path, 
         pairs = [(i, i + 1) if right[i] else (i + 1, i) for i in range(0, 24, 2) if right[i] != right[i + 1]]
         losses = []
         for chosen, rejected in pairs:
-            above = [plain_logprobs(policy, rollout, i).sum() for i in (chosen, rejected)]
-            if not flags:
-                above = [logprob - plain_logprobs(reference, rollout, i).sum().detach()
-                         for logprob, i in zip(above, (chosen, rejected))]
-            losses.append(-(0.3 * (above[0] - above[1])).sigmoid().log())
+            log_ratios = {i: plain_logprobs(policy, rollout, i, 0.8).sum() for i in (chosen, rejected)}  # log π(y|x)
+            if not reference_free:  # … − log π_ref(y|x)
+                for i in log_ratios:
+                    log_ratios[i] = log_ratios[i] - plain_logprobs(reference, rollout, i, 0.8).sum().detach()
+            losses.append(-(0.3 * (log_ratios[chosen] - log_ratios[rejected])).sigmoid().log())  # eq. 7
         updates = [plain_update(optimizer, sum(losses) / len(losses), 1e-4, 0.5)]
+        assert step.updates == [pytest.approx(update, rel=5e-4, abs=1e-5) for update in updates]
         assert_metrics(step, updates, {"reward": sum(right) / 24, "accuracy": sum(right) / 24, "ties": 12 - len(pairs),
                                        "sampled_tokens": rollout.lengths.sum()})
+    assert_same_weights(tmp_path / "run", policy)
 
 
 # ------------------------------------------------------------------------------------------------- preference data

@@ -7,8 +7,8 @@ import torch
 import common
 import dr_grpo
 import grpo
-from helpers import (ROOT, assert_metrics, is_right, load_tiny_model, plain_logprobs, plain_update, random_model,
-                     record_run)
+from helpers import (ROOT, assert_metrics, assert_same_weights, is_right, load_tiny_model, plain_logprobs, plain_update,
+                     random_model, record_run)
 
 
 def test_the_diff_to_grpo_is_the_papers_list_of_changes():
@@ -64,10 +64,10 @@ def test_the_gradient_is_the_unbiased_policy_gradient_for_any_micro_batch_size(m
 
 
 def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
-    """One completion at a time: two rollouts, two minibatches, two passes; L_max = 24, which no completion reaches."""
+    """One completion at a time: two rollouts, two minibatches, two passes; L_max = 40, which no completion reaches."""
     steps = record_run(
         monkeypatch, "dr_grpo.py", tmp_path / "run", "--steps", 2, "--prompts_per_step", 4, "--group_size", 4,
-        "--minibatches", 2, "--updates_per_batch", 2, "--max_new_tokens", 24, "--temperature", 0.8, "--clip_eps", 0.05,
+        "--minibatches", 2, "--updates_per_batch", 2, "--max_new_tokens", 40, "--temperature", 0.8, "--clip_eps", 0.05,
         "--lr", 2e-4, "--lr_schedule", "linear", "--max_grad_norm", 0.5, "--micro_batch_tokens", 200)
     policy = load_tiny_model()
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
@@ -83,10 +83,12 @@ def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
             loss = 0
             for i in minibatch.tolist():
                 ratio = (plain_logprobs(policy, rollout, i, 0.8) - old[i]).exp()
-                surrogate, other = ratio * advantages[i], ratio.clamp(0.95, 1.05) * advantages[i]
-                loss = loss - torch.min(surrogate, other).sum() / (24 * len(minibatch))
-                clipped.append(other < surrogate)
+                unclipped, bounded = ratio * advantages[i], ratio.clamp(0.95, 1.05) * advantages[i]
+                loss = loss - torch.min(unclipped, bounded).sum() / (40 * len(minibatch))  # 1 / (L_max·N)
+                clipped.append(bounded < unclipped)
             updates.append(plain_update(optimizer, loss, next(rates), 0.5))
-        assert step.updates == [pytest.approx(update, rel=2e-3, abs=1e-5) for update in updates]
+        assert step.updates == [pytest.approx(update, rel=5e-4, abs=1e-5) for update in updates]
         assert_metrics(step, updates, {"reward": rewards.mean(), "clip_fraction": torch.cat(clipped).float().mean()})
-        assert "kl" not in step.metrics and rollout.lengths.max() < 24
+        assert "kl" not in step.metrics and rollout.lengths.max() < 40
+    assert_same_weights(tmp_path / "run", policy)
+    assert any(step.metrics["clip_fraction"] > 0 for step in steps)  # ε is small enough to matter

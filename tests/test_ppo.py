@@ -12,8 +12,8 @@ from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassificati
 
 import common
 import ppo
-from helpers import (assert_metrics, is_right, load_tiny_model, plain_logprobs, plain_update, random_model,
-                     read_metrics, record_run, row_alone, run_script)
+from helpers import (assert_metrics, assert_same_weights, is_right, load_tiny_model, plain_entropies, plain_finished,
+                     plain_logprobs, plain_update, random_model, read_metrics, record_run, row_alone, run_script)
 
 LENGTHS = [6, 3, 1, 0]  # masks that end early, and a completion without tokens
 MASK = torch.arange(6) < torch.tensor(LENGTHS)[:, None]
@@ -27,6 +27,12 @@ def random_critic(architecture: str = "Qwen2", seed: int = 0):
     critic.base_model.load_state_dict(policy.base_model.state_dict())
     torch.nn.init.normal_(critic.score.weight, std=0.3)
     return critic, tokenizer
+
+
+def plain_values(critic, rollout, i):
+    """Values [|o_i|] of the states before the tokens of completion i, read alone."""
+    ids, n = row_alone(rollout, i)
+    return critic.score(critic.base_model(ids[None])[0])[0, -n - 1:-1, 0]
 
 
 # ------------------------------------------------------------------------------------------- rewards per token
@@ -429,73 +435,76 @@ def test_a_whole_run_learns_and_its_model_loads(tmp_path):
     assert rollout.completions[0].startswith("<think>") and rollout.finished.all()
 
 
-def plain_values(critic, rollout, i):
-    """Values [|o_i|] of the states before the tokens of completion i, read alone."""
-    ids, before = row_alone(rollout, i)
-    return critic.score(critic.base_model(ids[None])[0])[0, before, 0]
-
-
 @pytest.mark.parametrize("beta, gamma, lam, bonus, missing", [(0.1, 0.9, 0.8, 0.05, -0.5), (0.0, 1.0, 1.0, 0.0, None)])
 def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, missing, tmp_path, monkeypatch):
-    """InstructGPT's PPO, one completion and one token at a time: three rollouts, two minibatches, two passes."""
+    """PPO as RLHF uses it, one completion at a time: InstructGPT's reward (eq. 2), clip and GAE (PPO eq. 7, 11, 12),
+    advantages whitened over each minibatch, Ziegler's adaptive β; three rollouts, two minibatches, two passes."""
     steps = record_run(
         monkeypatch, "ppo.py", tmp_path / "run", "--steps", 3, "--prompts_per_step", 12, "--minibatches", 2,
         "--updates_per_batch", 2, "--max_new_tokens", 21, "--temperature", 0.8, "--gamma", gamma, "--lam", lam,
-        "--kl_coef", beta, *["--kl_target", 1] * (beta > 0), "--entropy_coef", bonus, "--clip_eps", 0.05,
+        "--kl_coef", beta, *["--kl_target", 3] * (beta > 0), "--entropy_coef", bonus, "--clip_eps", 0.05,
         "--value_clip_eps", 0.1, "--value_coef", 0.5, "--missing_eos_score", "none" if missing is None else missing,
         "--lr", 2e-4, "--value_lr", 1e-3, "--max_grad_norm", 0.5, "--micro_batch_tokens", 200)
     policy, reference = load_tiny_model(), load_tiny_model()
-    critic = AutoModelForSequenceClassification.from_pretrained(common.build_tiny_model("arithmetic"), num_labels=1).eval()
+    critic = AutoModelForSequenceClassification.from_pretrained(
+        common.build_tiny_model("arithmetic"), num_labels=1).eval()  # the policy's body, a head of zeros
     torch.nn.init.zeros_(critic.score.weight)
     optimizer, critic_optimizer = (torch.optim.AdamW(m.parameters(), weight_decay=0.0) for m in (policy, critic))
     for step in steps:
         [rollout], [order] = step.rollouts, step.orders
-        right = [float(is_right(rollout, i)) for i in range(12)]
-        scores = [right[i] if rollout.finished[i] or missing is None else missing for i in range(12)]
-        with torch.no_grad():
-            old, ref = ([plain_logprobs(m, rollout, i, 0.8) for i in range(12)] for m in (policy, reference))
+        right, finished = [float(is_right(rollout, i)) for i in range(12)], plain_finished(rollout)
+        scores = [right[i] if finished[i] or missing is None else missing for i in range(12)]
+        with torch.no_grad():  # π_old, π_ref and V_old of every token
+            old = [plain_logprobs(policy, rollout, i, 0.8) for i in range(12)]
+            ref = [plain_logprobs(reference, rollout, i, 0.8) for i in range(12)]
             old_values = [plain_values(critic, rollout, i) for i in range(12)]
         advantages = []
         for i in range(12):
-            rewards, values, later = -beta * (old[i] - ref[i]), [*old_values[i].tolist(), 0.0], 0.0
+            rewards = -beta * (old[i] - ref[i])  # InstructGPT eq. 2, a token at a time
             rewards[-1] += scores[i]
-            advantages.append(torch.zeros_like(rewards))
-            for t in reversed(range(len(rewards))):
-                later = rewards[t] + gamma * values[t + 1] - values[t] + gamma * lam * later
-                advantages[i][t] = later
-        returns = [advantages[i] + old_values[i] for i in range(12)]
-        updates, clipped, value_clipped = [], [], []
+            values = torch.cat([old_values[i], torch.zeros(1)])  # after the last token: 0
+            deltas = rewards + gamma * values[1:] - values[:-1]  # PPO eq. 12
+            advantages.append(torch.stack([  # PPO eq. 11: Â_t = Σ_l (γλ)^l δ_{t+l}
+                sum((gamma * lam) ** l * delta for l, delta in enumerate(deltas[t:])) for t in range(len(deltas))]))
+        returns = [advantages[i] + old_values[i] for i in range(12)]  # what the critic learns; not whitened
+        updates, value_updates, clipped, value_clipped, entropies = [], [], [], [], []
         for minibatch in order.tensor_split(2) * 2:
-            minibatch = minibatch.tolist()
-            everyone = torch.cat([advantages[i] for i in minibatch])
+            all_advantages = torch.cat([advantages[i] for i in minibatch])
             loss = value_loss = 0
-            for i in minibatch:
-                white = (advantages[i] - everyone.mean()) / everyone.std(correction=0)
-                ids, before = row_alone(rollout, i)
+            for i in minibatch.tolist():
+                white = (advantages[i] - all_advantages.mean()) / all_advantages.std(correction=0)
                 ratio = (plain_logprobs(policy, rollout, i, 0.8) - old[i]).exp()
-                surrogate, other = ratio * white, ratio.clamp(0.95, 1.05) * white
-                entropy = torch.distributions.Categorical(logits=policy(ids[None]).logits[0, before] / 0.8).entropy()
-                loss = loss - (torch.min(surrogate, other) + bonus * entropy).sum() / len(everyone)
+                unclipped, bounded = ratio * white, ratio.clamp(0.95, 1.05) * white
+                entropy = plain_entropies(policy, rollout, i, 0.8)
+                loss = loss - (torch.min(unclipped, bounded) + bonus * entropy).sum() / len(all_advantages)  # eq. 7, 9
                 values = plain_values(critic, rollout, i)
                 near = values.clamp(old_values[i] - 0.1, old_values[i] + 0.1)
                 errors, near_errors = (values - returns[i]) ** 2, (near - returns[i]) ** 2
-                value_loss = value_loss + 0.5 * torch.max(errors, near_errors).sum() / len(everyone)
-                clipped, value_clipped = [*clipped, other < surrogate], [*value_clipped, near_errors > errors]
+                value_loss = value_loss + 0.5 * torch.max(errors, near_errors).sum() / len(all_advantages)
+                clipped.append(bounded < unclipped)
+                value_clipped.append(near_errors > errors)
+                entropies.append(entropy.detach())
             updates.append(plain_update(optimizer, loss, 2e-4, 0.5))
-            updates.append(plain_update(critic_optimizer, 0.5 * value_loss, 1e-3, 0.5) | {"loss": value_loss.item()})
-        assert step.updates == [pytest.approx(update, rel=2e-3, abs=1e-5) for update in updates]
-        old, ref, values, returns = map(torch.cat, (old, ref, old_values, returns))
+            value_update = plain_update(critic_optimizer, 0.5 * value_loss, 1e-3, 0.5)
+            value_updates.append(value_update | {"loss": value_loss.item()})
+        for ours, plain in ((step.updates[::2], updates), (step.updates[1::2], value_updates)):
+            assert ours == [pytest.approx(update, rel=2e-3, abs=1e-5) for update in plain]
+        log_ratios, all_values, all_returns = torch.cat(old) - torch.cat(ref), torch.cat(old_values), torch.cat(returns)
         expected = {
             "reward": sum(scores) / 12, "accuracy": sum(right) / 12, "clip_fraction": torch.cat(clipped).float().mean(),
-            "value_clip_fraction": torch.cat(value_clipped).float().mean(),
-            "explained_variance": 1 - (returns - values).var(correction=0) / returns.var(correction=0)}
+            "value_clip_fraction": torch.cat(value_clipped).float().mean(), "entropy": torch.cat(entropies).mean(),
+            "explained_variance": 1 - (all_returns - all_values).var(correction=0) / all_returns.var(correction=0)}
+        for name in ("loss", "grad_norm", "lr"):
+            expected[f"value_{name}"] = sum(update[name] for update in value_updates) / len(value_updates)
         if beta:
-            expected |= {"kl": (old - ref).mean(), "kl_coef": beta}
-            error = (old - ref).sum() / 12 - 1  # nats per completion
+            expected |= {"kl": log_ratios.mean(), "kl_coef": beta}
+            error = log_ratios.sum() / 12 / 3 - 1  # of the target, 3 nats per completion
             beta *= 1 + 0.1 * error.clamp(-0.2, 0.2).item()
-        assert_metrics(step, updates[::2], expected)
+        assert_metrics(step, updates, expected)
         assert ("kl" in step.metrics) == (beta > 0)
-    assert torch.cat(value_clipped).any() and torch.cat(clipped).any()
+    assert_same_weights(tmp_path / "run", policy)
+    for name in ("clip_fraction", "value_clip_fraction"):  # both ε are small enough to matter
+        assert any(step.metrics[name] > 0 for step in steps)
 
 
 def test_completions_without_eos_get_their_score_and_the_kl_coefficient_survives_a_resume(tmp_path):

@@ -212,10 +212,14 @@ def assert_same_outcome(one, other):
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
-def wait_for(condition, alive, said, seconds=120):
+def wait_for(condition, process, said, seconds=120):
+    """Where the process ends first, or takes too long, fail with what it said."""
+    alive = getattr(process, "is_alive", None) or (lambda: process.poll() is None)
     end = time.time() + seconds
     while not condition():
-        assert alive() and time.time() < end, said()
+        if not alive() or time.time() > end:
+            process.kill()  # to read its stderr would be to wait for it
+            pytest.fail(said())
         time.sleep(0.01)
 
 
@@ -241,7 +245,7 @@ def test_killed_at_random_and_resumed_the_end_is_bit_equal(script, small, whole_
     for resume in ([], ["--resume"]):
         written = log.stat().st_mtime_ns if resume else 0
         process = fork_script(tmp_path / "stderr", *command, *resume)
-        wait_for(lambda: log.exists() and log.stat().st_mtime_ns > written, process.is_alive,
+        wait_for(lambda: log.exists() and log.stat().st_mtime_ns > written, process,
                  (tmp_path / "stderr").read_text)
         time.sleep(draw.uniform(0.0, 1.0))
         process.kill()
@@ -258,14 +262,18 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, code, he
     out, errors = tmp_path / "stopped", tmp_path / "stderr"
     command = [*small("grpo"), "--save_every", 100, "--output_dir", out]
     os.mkfifo(errors)
-    reader = open(os.open(errors, os.O_RDONLY | os.O_NONBLOCK))
+    descriptor = os.open(errors, os.O_RDONLY | os.O_NONBLOCK)  # else it would wait for the writer
+    os.set_blocking(descriptor, True)
+    reader = open(descriptor)
     process = fork_script(errors, *command)
-    wait_for((out / "metrics.jsonl").exists, process.is_alive, reader.read)
+    wait_for((out / "metrics.jsonl").exists, process, reader.read)
     if not heard:
         reader.close()
     os.kill(process.pid, number)
     process.join(timeout=120)
+    process.kill()  # if it does not stop
     assert process.exitcode == code and (not heard or "--resume" in reader.read())
+    reader.close()
     assert len(list(out.glob("checkpoint/step-*"))) == 1 and len(read_metrics(out)) < 5
     done = run_script(*command, "--resume")
     assert done.returncode == 0, done.stderr
@@ -408,7 +416,7 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
         begin(resume=True)
 
 
-def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch, whole_run):
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     """The write fails half-way: the checkpoint that was there is still there, and the message says so."""
     directory = tmp_path / "run"
     run = FakeRun(None)
@@ -564,7 +572,7 @@ def test_what_is_killed_takes_the_others_with_it(killed, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "grpo.py", "--steps",
          "1000", "--output_dir", str(tmp_path / "run")], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    wait_for((tmp_path / "run" / "metrics.jsonl").exists, lambda: process.poll() is None, process.stderr.read)
+    wait_for((tmp_path / "run" / "metrics.jsonl").exists, process, process.stderr.read)
     ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(ranks[-1]) if killed == "rank" else process.pid, signal.SIGKILL)
     process.communicate(timeout=90)  # returns when nobody holds stderr any more
