@@ -330,9 +330,9 @@ def test_rare_tokens_keep_their_share():
     """100,000 tokens of probability 5e-9 together have 5e-4: in float32 steps of 6e-8 most of them would be lost."""
     logits = torch.full((1, 100_001), math.log(5e-9))
     logits[0, 0] = math.log(1 - 5e-4)
-    uniforms = 1 - 5e-4 * (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000  # a grid over the tail
-    tokens = common.pick_tokens(logits.expand(1000, -1), uniforms, 1.0)
-    assert len(tokens.unique()) == 1000
+    uniforms = 1 - 5e-4 * (torch.arange(200, dtype=torch.float64) + 0.5) / 200  # a grid over the tail
+    tokens = common.pick_tokens(logits.expand(200, -1), uniforms, 1.0)
+    assert len(tokens.unique()) == 200
     assert common.pick_tokens(logits, torch.zeros(1, dtype=torch.float64), 1.0).item() == 0
 
 

@@ -12,8 +12,9 @@ from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassificati
 
 import common
 import ppo
-from helpers import (assert_metrics, assert_same_weights, is_right, load_tiny_model, plain_entropies, plain_finished,
-                     plain_logprobs, plain_update, random_model, read_metrics, record_run, row_alone, run_script)
+from helpers import (assert_metrics, assert_same_weights, few_problems, is_right, load_tiny_model, plain_entropies,
+                     plain_finished, plain_logprobs, plain_update, random_model, read_metrics, record_run, row_alone,
+                     run_script)
 
 LENGTHS = [6, 3, 1, 0]  # masks that end early, and a completion without tokens
 MASK = torch.arange(6) < torch.tensor(LENGTHS)[:, None]
@@ -396,8 +397,8 @@ def test_a_run_with_a_reward_model(tmp_path, normalize):
     """Llama as reward model and as critic, under a Qwen2 policy; accuracy is the verifier's. On the first rollout the
     normalised scores have mean 0, and a resumed run keeps their scale."""
     save_reward_model(tmp_path / "rm", shift=1.5)
-    flags = ["--prompts_per_step", 16, "--reward", tmp_path / "rm", "--output_dir", tmp_path / "run", "--eval_every", 99,
-             "--missing_eos_score", "none", *["--no_normalize_scores"] * (not normalize)]
+    flags = ["--prompts_per_step", 16, "--reward", tmp_path / "rm", "--output_dir", tmp_path / "run", "--eval_data",
+             few_problems(tmp_path), "--missing_eos_score", "none", *["--no_normalize_scores"] * (not normalize)]
     for extra in (["--steps", 1], ["--steps", 2, "--resume"]):
         done = run_script("ppo.py", *flags, *extra)
         assert done.returncode == 0, done.stderr
@@ -418,18 +419,18 @@ def test_a_directory_that_is_no_reward_model_is_refused_by_name(tmp_path, policy
 # ---------------------------------------------------------------------------------------------------- whole runs
 
 def test_a_whole_run_learns_and_its_model_loads(tmp_path):
-    """Four steps: step one is on-policy, the critic is there, accuracy rises, model/ is the policy alone."""
+    """Two steps: step one is on-policy, the critic is there, accuracy rises, model/ is the policy alone."""
     out = tmp_path / "run"
-    done = run_script("ppo.py", "--steps", 4, "--prompts_per_step", 192, "--eval_every", 4, "--output_dir", out)
+    done = run_script("ppo.py", "--steps", 2, "--prompts_per_step", 192, "--output_dir", out)
     assert done.returncode == 0, done.stderr
     metrics = read_metrics(out)
-    assert [m["step"] for m in metrics] == list(range(5))
+    assert [m["step"] for m in metrics] == list(range(3))
     first = metrics[1]
     assert first["kl"] == 0 and first["explained_variance"] == 0 and first["kl_coef"] == ppo.Config.kl_coef
     assert {"reward", "accuracy", "entropy", "loss", "lr", "grad_norm", "clip_fraction", "completion_length",
             "truncated_fraction", "seconds", "tokens_per_second", "peak_memory_mb", "value_loss", "value_lr",
             "value_grad_norm", "value_clip_fraction"} <= first.keys()
-    assert metrics[0]["eval_accuracy"] <= 0.65 and metrics[4]["eval_accuracy"] >= metrics[0]["eval_accuracy"] + 0.2
+    assert metrics[0]["eval_accuracy"] <= 0.65 and metrics[2]["eval_accuracy"] >= metrics[0]["eval_accuracy"] + 0.2
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "model"), AutoTokenizer.from_pretrained(out / "model")
     rollout = common.sample(model, tokenizer, ["12+34=?"], 1, 40, greedy=True)
     assert rollout.completions[0].startswith("<think>") and rollout.finished.all()
@@ -509,7 +510,7 @@ def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, mi
 
 def test_completions_without_eos_get_their_score_and_the_kl_coefficient_survives_a_resume(tmp_path):
     flags = ["--prompts_per_step", 16, "--max_new_tokens", 8, "--missing_eos_score", "-2.5", "--kl_target", 0.01,
-             "--save_every", 1, "--lr", 1e-3]
+             "--save_every", 1, "--lr", 1e-3, "--eval_data", few_problems(tmp_path)]
     whole = run_script("ppo.py", "--steps", 4, "--output_dir", tmp_path / "whole", *flags)
     assert whole.returncode == 0, whole.stderr
     expected = read_metrics(tmp_path / "whole")

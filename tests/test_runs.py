@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import common
-from helpers import ROOT, fork_script, random_model, read_metrics, run_script
+from helpers import ROOT, few_problems, fork_script, random_model, read_metrics, run_script
 
 SCRIPTS = ["grpo", "dapo", "dr_grpo", "ppo", "dpo", "dpo --on_policy", "reward_model"]
 LARGE_GROUPS = "grpo --prompts_per_step 8 --group_size 32"  # which have each prompt read once for all its completions
@@ -37,8 +37,7 @@ def small(tmp_path_factory):
         rows.append({"prompt": row["prompt"], "responses": [right, slip, carry], "scores": [1, 0, 0]})
     folder = tmp_path_factory.mktemp("data")
     ranked = write(folder / "ranked.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    problems = write(folder / "problems.jsonl", "".join(
-        json.dumps(row) + "\n" for row in common.arithmetic_rows(2, "eval")[:20]))
+    problems = few_problems(folder)
     groups = ["--prompts_per_step", 4, "--group_size", 4, "--minibatches", 2, "--eval_data", problems]
     own = {LARGE_GROUPS: ["--eval_data", problems],
            "ppo": ["--prompts_per_step", 8, "--minibatches", 2, "--updates_per_batch", 2, "--eval_data", problems],
@@ -239,10 +238,10 @@ def whole_run(tmp_path_factory, small):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_killed_at_random_and_resumed_the_end_is_bit_equal(script, small, whole_run, tmp_path):
-    """kill -9 somewhere in the run, resume, twice; each step stands in the log once."""
+    """kill -9 somewhere in the run and resume, grpo.py twice; each step stands in the log once."""
     out, draw = tmp_path / "killed", random.Random(script)
     log, command = out / "metrics.jsonl", [*small(script), "--output_dir", out]
-    for resume in ([], ["--resume"]):
+    for resume in ([], ["--resume"])[:2 if script == "grpo" else 1]:
         written = log.stat().st_mtime_ns if resume else 0
         process = fork_script(tmp_path / "stderr", *command, *resume)
         wait_for(lambda: log.exists() and log.stat().st_mtime_ns > written, process,
@@ -282,7 +281,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, code, he
 
 def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
     out = tmp_path / "run"
-    flags = ["--prompts_per_step", 2, "--group_size", 2, "--output_dir", out, "--eval_every", 100]
+    flags = ["--prompts_per_step", 2, "--group_size", 2, "--output_dir", out, "--eval_data", few_problems(tmp_path)]
     assert run_script("grpo.py", "--steps", 1, *flags).returncode == 0
     before = (out / "metrics.jsonl").read_text()
     again = run_script("grpo.py", "--steps", 1, *flags)
