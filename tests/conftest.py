@@ -20,7 +20,7 @@ WITHOUT_TINY_MODEL = {"test_common.py", "test_verifiers.py"}
 def builder(request):
     """Builds the tiny model under runs/, once: 40 s of one core, beside the tests that do without it."""
     os.chdir(ROOT)  # runs/ is looked for in the working directory
-    build = "import common; common.build_tiny_model('arithmetic')"
+    build = "import common; common.setup_device(); common.build_tiny_model('arithmetic')"
     wanted = any(item.path.name not in WITHOUT_TINY_MODEL for item in request.session.items)
     with subprocess.Popen([sys.executable, "-c", build if wanted else ""]) as process:
         yield process
