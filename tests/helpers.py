@@ -151,7 +151,7 @@ def row_alone(rollout, i: int):
     return rollout.input_ids[i][rollout.attention_mask[i].bool()], int(rollout.lengths[i])
 
 
-def policies(model, ids, n: int, temperature: float = 1.0) -> torch.distributions.Categorical:
+def distributions(model, ids, n: int, temperature: float = 1.0) -> torch.distributions.Categorical:
     """π(·|what comes before) for each of the last n tokens of `ids`, from all of the model's logits."""
     logits = model(ids[None]).logits[0, -n - 1:-1]  # those for a token stand at the place before it
     return torch.distributions.Categorical(logits=logits / temperature)
@@ -160,12 +160,12 @@ def policies(model, ids, n: int, temperature: float = 1.0) -> torch.distribution
 def plain_logprobs(model, rollout, i: int, temperature: float = 1.0) -> torch.Tensor:
     """Log-probs [|o_i|] of the tokens of completion i, read alone."""
     ids, n = row_alone(rollout, i)
-    return policies(model, ids, n, temperature).log_prob(ids[-n:])
+    return distributions(model, ids, n, temperature).log_prob(ids[-n:])
 
 
 def plain_entropies(model, rollout, i: int, temperature: float = 1.0) -> torch.Tensor:
     """Entropies [|o_i|] of the distributions that the tokens of completion i were drawn from."""
-    return policies(model, *row_alone(rollout, i), temperature).entropy()
+    return distributions(model, *row_alone(rollout, i), temperature).entropy()
 
 
 def plain_finished(rollout) -> torch.Tensor:

@@ -216,7 +216,7 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
                 loss = loss - torch.min(unclipped, bounded).sum() / tokens[unit_of(i)] / len(tokens)  # eq. 8
                 clipped.append(bounded < unclipped)
             updates.append(plain_update(optimizer, loss, 2e-4, 0.5))
-        assert step.updates == [pytest.approx(update, rel=5e-4, abs=1e-5) for update in updates]
+        assert step.updates == [pytest.approx(update, rel=2e-3, abs=1e-5) for update in updates]
         assert_metrics(step, updates, {
             "reward": rewards.mean(), "accuracy": right.mean(), "clip_fraction": torch.cat(clipped).float().mean(),
             "kept_fraction": len(mixed) / len(groups), "wasted_groups": max(0, len(mixed) - 6),

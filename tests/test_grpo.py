@@ -207,7 +207,7 @@ def test_every_update_is_that_of_the_plain_algorithm(divide, beta, longest, tmp_
                 kl.append(k3.detach())
                 entropies.append(plain_entropies(policy, rollout, i, 0.8).detach())
             updates.append(plain_update(optimizer, loss, next(rates), 0.5))
-        assert step.updates == [pytest.approx(update, rel=5e-4, abs=1e-5) for update in updates]
+        assert step.updates == [pytest.approx(update, rel=2e-3, abs=1e-5) for update in updates]
         assert_metrics(step, updates, {
             "reward": rewards.mean(), "accuracy": right.mean(), "clip_fraction": torch.cat(clipped).float().mean(),
             "completion_length": rollout.lengths.float().mean(),
