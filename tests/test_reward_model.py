@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import common
 import reward_model
-from helpers import random_model, read_metrics, run_script
+from helpers import assert_metrics, assert_same_weights, plain_update, random_model, read_metrics, record_run, run_script
 
 
 def test_preference_loss_by_hand():
@@ -111,6 +111,47 @@ def test_the_step_is_the_mean_over_its_pairs_for_any_micro_batch(run_step, max_t
     assert 0.5 < model.score.weight.std() * math.sqrt(model.config.hidden_size + 1) < 2  # a fresh head
     step = read_metrics(directory)[-1]
     assert step["loss"] == pytest.approx(loss.item(), rel=1e-4) and step["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+
+
+def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
+    """Four updates of two rows each, from a model that has its scalar head already: that one is not scaled."""
+    language_model, tokenizer = random_model("Llama")
+    language_model.save_pretrained(tmp_path / "base")
+    torch.manual_seed(0)
+    model, start = (AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1).eval()
+                    for _ in range(2))
+    start.load_state_dict(model.state_dict())
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "base")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    steps = record_run(
+        monkeypatch, "reward_model.py", tmp_path / "run", "--model", tmp_path / "base", "--data", tmp_path / "rows.jsonl",
+        "--eval_data", tmp_path / "rows.jsonl", "--steps", 4, "--pairs_per_step", 2, "--center_coef", 0.1, "--lr", 1e-3,
+        "--warmup_steps", 2, "--max_grad_norm", 0.5, "--micro_batch_tokens", 60)
+
+    def pairs_of(row):
+        """[(score of the better answer, that of the worse one, margin)] of all pairs, each answer read alone."""
+        answers = row.get("responses") or [row["chosen"], row["rejected"]]
+        texts = [tokenizer.encode(row["prompt"] + answer) + [tokenizer.eos_token_id] for answer in answers]
+        scores = [model(torch.tensor([text])).logits[0, 0] for text in texts]
+        order = row.get("scores", [-i for i in range(len(answers))])
+        return [(scores[i], scores[j], row.get("margin", 0.0)) for i, j in itertools.permutations(range(len(answers)), 2)
+                if order[i] > order[j]]
+
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    for step, lr in zip(steps, (0.0, 0.5e-3, 1e-3, 0.5e-3), strict=True):  # two updates of warm-up, then down
+        [drawn] = step.batches
+        pairs = [pair for preference in drawn for pair in pairs_of(next(r for r in ROWS if r["prompt"] == preference.prompt))]
+        loss = sum(-(better - worse - margin).sigmoid().log() + 0.1 * (better + worse) ** 2
+                   for better, worse, margin in pairs) / len(pairs)
+        differences = torch.stack([better - worse for better, worse, _ in pairs]).detach()
+        updates = [plain_update(optimizer, loss, lr, 0.5)]
+        assert step.updates == [pytest.approx(update, rel=2e-3, abs=1e-5) for update in updates]
+        assert_metrics(step, updates, {"pair_accuracy": (differences > 0).float().mean(), "margin": differences.mean()})
+    assert_same_weights(tmp_path / "run", model, start)
+    held_out = torch.stack([better - worse for row in ROWS for better, worse, _ in pairs_of(row)]).detach()
+    assert_metrics(step, updates, {"eval_margin": held_out.mean(), "eval_pair_accuracy": (held_out > 0).float().mean(),
+                                   "eval_calibration_error": reward_model.calibration_error(held_out)})
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "GPT2"])
