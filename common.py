@@ -2316,7 +2316,8 @@ class Run:
 
     def check_directory(self):
         cfg, directory = self.cfg, self.directory
-        ancestor = next(path for path in [directory, *directory.absolute().parents] if path.exists())
+        with one_line_errors(f"--output_dir {directory}: no possible directory"):  # its name may be too long
+            ancestor = next(path for path in [directory, *directory.absolute().parents] if path.exists())
         if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
             raise UserError(f"--output_dir {directory}: {ancestor} is a file or write-protected")
         if cfg.resume and cfg.overwrite:

@@ -105,7 +105,7 @@ def test_bad_rows(fails, tmp_path, content, message):
     (["--stepz", 3], "unknown flag --stepz, did you mean --steps?"), (["--lrr=3"], "did you mean --lr?"),
     (["--reward", "nowhere.py:f"], "no file nowhere.py"), (["--reward", "exact"], "--reward exact"),
     (["--max_new_tokens", 5000], "--max_new_tokens 5000: the context of"),
-    (["--output_dir", "/proc/nowhere"], "--output_dir /proc/nowhere"),
+    (["--output_dir", "/proc/nowhere"], "--output_dir /proc/nowhere"), (["--output_dir", "a" * 300], "name too long"),
     (["--output_dir", f"{ROOT}/README.md"], "is a file"), (["--output_dir", f"{ROOT}/README.md/x"], "--output_dir"),
     (["--resume"], "--resume: no checkpoint in"), (["--resume", "--overwrite"], "exclude each other"),
     (["--log_to", "wandb"], "pip install wandb"), (["--log_to", "paper"], "--log_to"),
