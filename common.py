@@ -99,10 +99,11 @@ class RunConfig:
     model: str = flag("tiny", "tiny (built in), a directory, or a hub id")
     data: str = flag("arithmetic", "arithmetic[:DIGITS] (built in), FILE.jsonl[.gz], or a hub id[:CONFIG[:SPLIT]]")
     eval_data: str = flag("", "held-out data, same forms; arithmetic brings its own")
-    system_prompt: str = flag("", "system message of a chat template (default: asks for <think> and <answer>)")
+    system_prompt: str = flag("", "system message of a chat template; none: no message; empty: one that asks for "
+                                  "<think> and <answer>, but none for preferences")
     max_prompt_tokens: int = flag(1024, "longer prompts are left out, and the script says how many")
     trust_remote_code: bool = flag(False, "run model code that comes with the checkpoint")
-    output_dir: str = flag("", "metrics.jsonl, model/, checkpoint/ and the rest go here (default: runs/SCRIPT)")
+    output_dir: str = flag("", "metrics.jsonl, model/, checkpoint/ and the rest go here; empty: runs/SCRIPT")
     overwrite: bool = flag(False, "replace the run that OUTPUT_DIR holds")
     resume: bool = flag(False, "go on from OUTPUT_DIR/checkpoint")
     seed: int = flag(0, "seed of data order, sampling and fresh heads")
@@ -144,10 +145,10 @@ def parse_config(Config, args: list[str]):
             import yaml  # JSON is YAML
             settings = yaml.safe_load(Path(args[0]).read_bytes())
         except (OSError, yaml.YAMLError, ValueError, RecursionError) as problem:
-            raise UserError(f"{args[0]}: {str(problem).splitlines()[0]}")
+            raise UserError(f"{args[0]}: {problem}")
         if not isinstance(settings, dict):
             raise UserError(f"{args[0]}: want a mapping from flag names to values")
-        args = [f"--{name}={value}" for name, value in settings.items()] + args[1:]
+        args = [f"--{name}={value}" for name, value in settings.items() if value is not None] + args[1:]
     cfg, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
         names = [f"--{field.name}" for field in dataclasses.fields(Config)]
@@ -305,7 +306,7 @@ def on_main_rank_first(work):
 
 def load_tokenizer(name: str, trust_remote_code: bool = False):
     """The tokenizer of a directory or hub id, with a pad token (EOS where it has none: masks come from positions)."""
-    if name.startswith(("/", ".")) and not os.path.isdir(name):
+    if (name.startswith(("/", ".")) or name.count("/") > 1) and not os.path.isdir(name):  # a hub id has one /
         raise UserError(f"--model {name}: no such directory")
     with one_line_errors(f"--model {name}: no tokenizer there"):
         # A directory's own generic tokenizer is the one to use. For some model types (Qwen2's among them) AutoTokenizer
@@ -653,6 +654,7 @@ class Problem:
     prompt_ids: list[int]    # what the model reads
     answer: str | None       # the gold answer, for the verifier
     row: dict                # the whole row, for a reward function
+    opening: str = ""        # "<think>" where the prompt ends with it: `format_reward` wants it in the completion
 
 
 def is_built_in(data: str) -> bool:
@@ -693,7 +695,8 @@ def read_json_lines(path: Path) -> list[tuple[dict, str]]:
                         raise UserError(f"{place}: want a JSON object, not {type(row).__name__}")
                     rows.append((row, place))
     except json.JSONDecodeError as error:
-        raise UserError(f"{path} line {number}: not JSON ({error.msg} at column {error.colno})") from None
+        raise UserError(f"{path} line {number}: not JSON, of which each line wants one object "
+                        f"({error.msg} at column {error.colno})") from None
     except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}{f' after line {number}' if number else ''}: {reason}") from None
@@ -705,7 +708,8 @@ def read_json_lines(path: Path) -> list[tuple[dict, str]]:
 def read_problems(data: str, split: str = "train", need_answer: bool = True) -> list[Problem]:
     """Rows with a prompt (`prompt`, `question` or `problem`) and an answer (`answer` or `solution`), not yet encoded.
 
-    A gold answer inside a worked solution (GSM8K's `#### 18`, MATH's `\\boxed{18}`) is taken out of it.
+    Also verl's form, the answer under `ground_truth` in `reward_model`. A gold answer inside a worked solution (GSM8K's
+    `#### 18`, MATH's `\\boxed{18}`) is taken out of it.
     """
     problems = []
     for row, place in read_rows(data, split):
@@ -713,6 +717,8 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
         if not is_prompt(prompt):
             raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem")
         answer = next((row[key] for key in ("answer", "solution") if row.get(key) not in (None, "")), None)
+        if answer is None and isinstance(row.get("reward_model"), dict):  # verl's rows, as in DAPO-Math-17k
+            answer = row["reward_model"].get("ground_truth")
         if type(answer) in (str, int, float):  # a bool is none of them
             answer = extract_answer(answer) or str(answer)
         elif answer is not None:
@@ -753,6 +759,8 @@ def encode(tokenizer, text: str, templated: bool = False) -> list[int]:
 
 def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_PROMPT) -> tuple[str, bool]:
     """(text for the model, whether a chat template wrote it: then it has all its special tokens already)."""
+    if system_prompt == "none":
+        system_prompt = default = ""
     if isinstance(prompt, str) and prompt.lstrip().startswith(tuple(tokenizer.all_special_tokens)):
         return prompt, False  # the data is templated already
     if isinstance(prompt, str) and not tokenizer.chat_template:
@@ -783,6 +791,8 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
             raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}")
         if isinstance(problem.prompt, list):
             problem.prompt = text
+        if text.rstrip().endswith("<think>"):  # as reasoning models' templates do
+            problem.opening = "<think>"
     limit = min(cfg.max_prompt_tokens, tokenizer.model_max_length - getattr(cfg, "max_new_tokens", 1))
     kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= limit]
     if problems and not kept:
@@ -933,9 +943,14 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
     answers = [answer for preference in kept for answer in preference.answers]
     with one_line_errors(f"{what}: the tokenizer cannot read an answer"):
         ids = iter(tokenizer(answers, add_special_tokens=False)["input_ids"] if answers else ())
+    cut = 0
     for preference in kept:
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
-        preference.answer_ids = [(next(ids) + [tokenizer.eos_token_id])[:room] for _ in preference.answers]
+        whole = [next(ids) + [tokenizer.eos_token_id] for _ in preference.answers]
+        preference.answer_ids = [answer[:room] for answer in whole]
+        cut += sum(len(answer) > room for answer in whole)
+    if cut:
+        say(f"{what}: cut {cut} of {len(answers)} answers, at --max_completion_tokens or where the context ends")
     return kept
 
 
@@ -1043,15 +1058,15 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
            greedy: bool = False) -> Rollout:
     """Sample `group_size` completions of each prompt from the model's whole softmax at `temperature`.
 
-    prompts: strings, or lists of token ids. Collective: every rank passes the same prompts, decodes its share of the
-    rows and gets the whole rollout. No top-k, top-p or penalty, whatever the model's generation config says: the
-    policy that is scored must be the policy that sampled.
+    prompts: strings, which no chat template is put around, or lists of token ids. Collective: every rank passes the
+    same prompts, decodes its share of the rows and gets the whole rollout. No top-k, top-p or penalty, whatever the
+    model's generation config says: the policy that is scored must be the policy that sampled.
 
     A token is drawn by inverting the cumulative distribution at a uniform number, and every (row, position) has its
     own number, drawn up front. So which rows share a batch, when rows leave it and how many ranks there are does not
     change what is sampled, up to rounding in the model.
     """
-    device, pad = model.device, tokenizer.pad_token_id
+    device, pad = model.device, tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     prompts = [encode(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts]
     if not all(prompts):
         raise ValueError("a prompt without tokens: there is nothing to condition on")
@@ -1358,7 +1373,8 @@ SHARED_TOKENS = 400  # prompts are read once if that saves so many tokens, and a
 
 
 def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int, temperature: float = 1.0):
-    """Log-probability of each of the last T tokens, and the entropy of the distribution it was drawn from.
+    """Log-probability of each of the last T = num_completion_tokens tokens, and the entropy of the distribution it was
+    drawn from.
 
     input_ids, attention_mask: [B, L+T], padded on the left before the prompt and on the right after the completion.
     Returns (logprobs, entropy), float32 [B, T], both of softmax(logits / temperature), 0 on padding, with gradients.
@@ -1713,7 +1729,8 @@ def load_reward(cfg, wrong: float = 0.0):
                         for set_seed in (random.seed, np.random.seed, torch.default_generator.manual_seed):
                             set_seed(seed + i)
                     reward = judge(problems[i // G], rollout.completions[i])
-                    bonus = cfg.format_reward * format_reward(rollout.completions[i]) if cfg.format_reward else 0.0
+                    text = problems[i // G].opening + rollout.completions[i]
+                    bonus = cfg.format_reward * format_reward(text) if cfg.format_reward else 0.0
                     judged.append((reward + bonus, reward > 0))
             except UserError as error:
                 failed.append(error)
@@ -1760,8 +1777,9 @@ def load_reward_model(cfg):
                                 else reward > 0 for problem, text, reward
                                 in zip(rows_of, rollout.completions, rewards.tolist())], device=device)
         if cfg.format_reward:
-            rewards += cfg.format_reward * torch.tensor([format_reward(text) for text in rollout.completions],
-                                                        device=device)
+            rewards += cfg.format_reward * torch.tensor([
+                format_reward(problem.opening + text) for problem, text in zip(rows_of, rollout.completions)],
+                device=device)
         return rewards.view(shape), correct.view(shape)
     return score
 
@@ -1799,7 +1817,9 @@ def load_reward_function(spec: str):
         try:
             reward = function(problem.prompt, completion, dict(problem.row))
         except (Exception, SystemExit) as error:
-            raise UserError(f"--reward {spec} raised {type(error).__name__}: {error}, on row {problem.row!r:.300}, "
+            lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]  # of the file
+            line = f" (line {lines[-1]})" if lines else ""
+            raise UserError(f"--reward {spec} raised {type(error).__name__}: {error}{line}, on row {problem.row!r:.300}, "
                             f"completion {completion!r:.200}") from error
         if not is_number(reward):
             raise UserError(f"--reward {spec} returned {reward!r:.100}, no finite number, on row {problem.row!r:.300}")
@@ -2218,7 +2238,10 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def evaluate(policy, tokenizer, problems: list[Problem], score, cfg) -> dict[str, float]:
-    """Greedy accuracy and, with --eval_samples k > 1, avg@k and pass@k. Leaves the random state as it was."""
+    """Greedy accuracy and, with --eval_samples k > 1, avg@k and pass@k. Leaves the random state as it was.
+
+    problems: from `encode_prompts`; score: from `load_reward`.
+    """
     if not problems:
         return {}
     prompts = [problem.prompt_ids for problem in problems]

@@ -7,7 +7,7 @@
     reward   1 or 0         →  1 or −1                      load_reward             (eq. 7)
     KL       β·k3           →  none                         dapo_loss               (section 2.3)
 
-Each can be switched off alone: --clip_high 0.2, --no_dynamic_sampling, --loss_average sequence, --overlong_buffer 0.
+To switch one off: --clip_high 0.2, --no_dynamic_sampling, --loss_average sequence, --overlong_buffer 0.
 
 Without flags: the tiny model learns additions on a CPU, in two minutes. README.md: real models, data, many GPUs.
 
@@ -43,7 +43,7 @@ class Config(common.RunConfig):
     clip_low: float = flag(0.2, "ε_low: the ratio counts from 1 − ε_low")
     clip_high: float = flag(0.28, "ε_high: to 1 + ε_high")
     lr: float = flag(1e-4, "learning rate: 1e-6 for a real model (paper: 1e-6)")
-    warmup_steps: int = flag(0, "updates of linear warm-up")
+    warmup_steps: int = flag(0, "updates of linear warm-up, the first at rate 0")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
 
 

@@ -35,7 +35,7 @@ class Config(common.RunConfig):
     reference_free: bool = flag(False, "Δ_reference = 0: no reference model")
     label_smoothing: float = flag(0.0, "s: share of pairs taken to be the wrong way round (cDPO)")
     lr: float = flag(1e-5, "learning rate: 1e-6 for a real model (paper: 1e-6, with RMSprop; here AdamW)")
-    warmup_steps: int = flag(10, "updates of linear warm-up (paper: 150)")
+    warmup_steps: int = flag(10, "updates of linear warm-up, the first at rate 0 (paper: 150)")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
 
 
@@ -97,7 +97,8 @@ def main(cfg: Config) -> None:
     policy, tokenizer = common.load_policy(cfg, run.device)
     reference = common.load_reference(cfg, run.device) if cfg.on_policy and not cfg.reference_free else None
     optimizer, schedule = common.make_optimizer(policy, cfg)
-    eval_problems = common.encode_prompts(eval_problems, tokenizer, cfg, "--eval_problems")
+    eval_problems = common.encode_prompts(eval_problems, tokenizer, cfg, "--eval_problems",
+                                          common.SYSTEM_PROMPT if cfg.on_policy else "")  # as the training prompts
     eval_preferences = common.encode_preferences(eval_preferences, tokenizer, cfg, "--eval_data")
     if cfg.on_policy:
         items = common.encode_prompts(items, tokenizer, cfg, "--data")

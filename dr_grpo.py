@@ -32,7 +32,7 @@ class Config(common.RunConfig):
     updates_per_batch: int = flag(1, "μ: passes over the rollout batch (paper: 1)")
     clip_eps: float = flag(0.2, "ε: the ratio counts within 1 ± ε")
     lr: float = flag(1e-4, "learning rate: 1e-6 for a real model (paper: 1e-6)")
-    warmup_steps: int = flag(0, "updates of linear warm-up")
+    warmup_steps: int = flag(0, "updates of linear warm-up, the first at rate 0")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
 
 

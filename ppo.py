@@ -48,7 +48,7 @@ class Config(common.RunConfig):
     entropy_coef: float = flag(0.0, "weight of the entropy bonus (PPO eq. 9; RLHF: 0)")
     lr: float = flag(1e-4, "learning rate: 1e-6 for a real model (N+: 3e-6)")
     value_lr: float = flag(1e-3, "learning rate of the critic: 1e-5 for a real model (N+: 3e-6)")
-    warmup_steps: int = flag(0, "updates of linear warm-up")
+    warmup_steps: int = flag(0, "updates of linear warm-up, the first at rate 0")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm, the critic's by itself")
 
 

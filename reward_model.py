@@ -30,7 +30,7 @@ class Config(common.RunConfig):
     center_coef: float = flag(0.0, "weight of (r⁺ + r⁻)², which keeps scores near 0 (arXiv:2312.09244: 0.01)")
     lr: float = flag(3e-4, "learning rate: 1e-5 for a real model (InstructGPT: 9e-6)")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "after the warm-up (InstructGPT: cosine)")
-    warmup_steps: int = flag(10, "updates of linear warm-up")
+    warmup_steps: int = flag(10, "updates of linear warm-up, the first at rate 0")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
 
 

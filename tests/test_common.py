@@ -262,6 +262,15 @@ def test_greedy_output_is_that_of_generate(architecture, changes):
             assert rollout.input_ids[2 * p + g].tolist() == expected[p].tolist()
 
 
+def test_without_a_pad_token_eos_pads():
+    model, tokenizer = random_model("Qwen2")
+    padded = common.sample(model, tokenizer, PROMPTS, 2, 24, greedy=True)
+    tokenizer.pad_token = None
+    rollout = common.sample(model, tokenizer, PROMPTS, 2, 24, greedy=True)
+    assert rollout.completions == padded.completions and torch.equal(rollout.mask, padded.mask)
+    assert torch.equal(rollout.attention_mask, padded.attention_mask)
+
+
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "GPT2", "Mistral", "Gemma2", "Falcon", "Doge"])
 def test_the_step_that_cuda_captures_samples_the_same(architecture, monkeypatch):
     """Its static buffers and masks, run without a capture: rows that leave, widths that are outgrown, padding."""
@@ -505,11 +514,12 @@ def test_shuffled_visits_every_item_once_a_pass_and_resumes_anywhere():
 
 def test_prompts_and_answers_are_found_under_their_usual_names(tmp_path):
     rows = [{"question": "2+2?", "answer": "It is\n#### 4"}, {"problem": "x", "solution": "so \\boxed{\\frac{1}{2}}"},
-            {"prompt": "y", "answer": 7}, {"prompt": [{"role": "user", "content": "hi"}], "answer": "z"}]
+            {"prompt": "y", "answer": 7}, {"prompt": [{"role": "user", "content": "hi"}], "answer": "z"},
+            {"prompt": "v", "reward_model": {"style": "rule", "ground_truth": "34"}}]  # verl's
     path = tmp_path / "data.jsonl.gz"
     with gzip.open(path, "wt", encoding="utf-8-sig") as file:  # some tools put a byte order mark first
         file.write("\n\n".join(json.dumps(row) for row in rows))
-    assert [problem.answer for problem in common.read_problems(str(path))] == ["4", "\\frac{1}{2}", "7", "z"]
+    assert [problem.answer for problem in common.read_problems(str(path))] == ["4", "\\frac{1}{2}", "7", "z", "34"]
 
 
 @pytest.mark.parametrize("content, message", [
@@ -553,6 +563,8 @@ def test_a_chat_template_is_applied_once_and_bos_is_not_doubled():
     assert common.render_prompt(text, tokenizer, "2") == (text, False)  # it is templated already
     assert common.render_prompt([{"role": "system", "content": "3"}, {"role": "user", "content": "4"}], tokenizer,
                                 "2")[0] == "<eos>3<eos>4<eos>"
+    assert common.render_prompt("1+1=?", tokenizer, "none") == ("<eos>1+1=?<eos>", True)
+    assert common.render_prompt("1+1=?", tokenizer, "")[0] == f"<eos>{common.SYSTEM_PROMPT}<eos>1+1=?<eos>"
     tokenizer.chat_template = "{{ messages[-1]['content'] }}{% if not enable_thinking %}<think></think>{% endif %}"
     assert common.render_prompt("1+1=?", tokenizer, "") == ("1+1=?", True)  # Qwen3's would leave no room to think
     refusing = "{{ raise_exception('no ' + messages[0]['role']) if messages[0]['role'] in MANY else messages[0]['content'] }}"
@@ -572,6 +584,19 @@ def test_a_chat_template_is_applied_once_and_bos_is_not_doubled():
     with_eos = common.tiny_tokenizer()
     with_eos._tokenizer.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", eos)])
     assert common.encode(with_eos, "1") == common.encode(with_bos, "1")[1:]  # or the prompt would be over
+
+
+@pytest.mark.parametrize("template, completion, reward", [
+    ("{{ messages[-1]['content'] }}", "<think>1</think><answer>2</answer>", 1.5),
+    ("{{ messages[-1]['content'] }}<think>", "1</think><answer>2</answer>", 1.5),  # it begins the completion itself
+    ("{{ messages[-1]['content'] }}<think>", "<think>1</think><answer>2</answer>", 1.0)])
+def test_the_format_is_that_of_what_the_template_began(template, completion, reward):
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = template
+    cfg = SimpleNamespace(model="tiny", system_prompt="none", max_prompt_tokens=99, reward="verifier", format_reward=0.5)
+    problems = common.encode_prompts([common.Problem("1+1=?", [], "2", {})], tokenizer, cfg, "--data")
+    rollout = common.Rollout(None, None, torch.ones(1, 1), [completion], None)
+    assert common.load_reward(cfg)(problems, rollout)[0].tolist() == [[reward]]
 
 
 # ------------------------------------------------------------------------------------------ evaluation, machinery

@@ -183,13 +183,14 @@ def test_every_form_of_preference_row(tmp_path, capsys):
     assert "left out 2 of 7 rows" in capsys.readouterr().err
 
 
-def test_answers_are_cut_where_the_context_ends():
+def test_answers_are_cut_where_the_context_ends(capsys):
     tokenizer = common.tiny_tokenizer()
     tokenizer.model_max_length = 10
     cfg = types.SimpleNamespace(model="tiny", system_prompt="", max_prompt_tokens=99, max_completion_tokens=99)
     preference = common.Preference("12+34=?", [], ["46", "<think>2+4=6"], [], [2.0, 1.0])
     common.encode_preferences([preference], tokenizer, cfg, "--data")
     assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<eos>", "<think>2+"]  # after 7 of the prompt
+    assert "--data: cut 1 of 2 answers" in capsys.readouterr().err
     preference.answers[0] = "\ud800"
     with pytest.raises(common.UserError, match="cannot read an answer"):
         common.encode_preferences([preference], tokenizer, cfg, "--data")

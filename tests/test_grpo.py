@@ -242,15 +242,17 @@ def test_a_whole_run_learns_and_its_model_loads(tmp_path):
 
 
 def test_the_reward_function_of_the_readme(tmp_path):
-    """It runs as it stands there, by hand: 1 + 0.5 − 0.3·len/100, half of the steps sound, and text of any form."""
+    """It runs as it stands there, by hand: 1 + 0.5 − 0.3·len/100 − 0.5, half of the steps sound, and text of any form."""
     code = (ROOT / "README.md").read_text().split("```python\n# reward.py")[1].split("```")[0]
     (tmp_path / "reward.py").write_text("# reward.py" + code)
     judge = common.load_reward_function(f"{tmp_path / 'reward.py'}:composite")
     problem = common.Problem("5+7=?", [], "12", {"answer": "12"})
     for text, correct, sound in (("<think>5+7=12</think><answer>12</answer>", 1, 1), ("1+1=2,5+7=13 #### 13", 0, 0.5),
                                  ("7++8=15,+=3,+8=8,==", 0, 1 / 2), ("", 0, 0)):
-        assert judge(problem, text) == pytest.approx(correct + 0.5 * sound - 0.3 * len(text) / 100), text
+        assert judge(problem, text) == pytest.approx(correct + 0.5 * sound - 0.3 * len(text) / 100 - 0.5), text
+        assert (judge(problem, text) > 0) == correct
     done = run_script("grpo.py", "--steps", 1, "--prompts_per_step", 4, "--group_size", 4, "--output_dir",
                       tmp_path / "run", "--reward", f"{tmp_path / 'reward.py'}:composite")
     assert done.returncode == 0, done.stderr
-    assert read_metrics(tmp_path / "run")[1]["reward"] not in (0, 1)
+    start, step = read_metrics(tmp_path / "run")
+    assert start["eval_accuracy"] < 0.65 and step["reward"] not in (0, 1)  # correct is what the verifier calls so

@@ -95,6 +95,7 @@ def test_bad_rows(fails, tmp_path, content, message):
     (["--data", "someone/dataset"], "pip install datasets"),
     (["--max_prompt_tokens", 2], "no rows left"),
     (["--model", "nowhere/at-all"], "--model nowhere/at-all"), (["--model", "./nowhere"], "./nowhere: no such directory"),
+    (["--model", "runs/grpo/modle"], "runs/grpo/modle: no such directory"),
     (["--group_size", 1], "--group_size 1: must be at least 2"),
     (["--steps", 0], "--steps 0: must be at least 1"), (["--prompts_per_step", -3], "--prompts_per_step -3"),
     (["--max_new_tokens", 0], "--max_new_tokens 0"), (["--lr", "nan"], "--lr nan"), (["--lr", "inf"], "--lr inf"),
@@ -138,6 +139,7 @@ def test_a_reward_function_that_fails_names_the_row(tmp_path, body, message):
     with pytest.raises(common.UserError) as error:
         judge(common.Problem("1+1=?", [], "2", {"prompt": "1+1=?", "id": 77}), "two")
     assert message in str(error.value) and "'id': 77" in str(error.value)
+    assert ("(line 2)" in str(error.value)) == body.startswith("raise")
 
 
 def test_a_reward_function_can_not_change_the_row_for_later_calls(tmp_path):
@@ -185,9 +187,12 @@ def test_tokenizer_and_model_that_do_not_fit(fails, tmp_path):
 
 def test_flags_from_a_file_and_help(tmp_path, capsys):
     import grpo
-    path = write(tmp_path / "flags.yaml", "steps: 7\nlr: 1.0e-3\ndivide_by_std: false\nmodel: ~/m\n")
+    path = write(tmp_path / "flags.yaml", "steps: 7\nlr: 1.0e-3\ndivide_by_std: false\nmodel: ~/m\neval_data:\n")
     cfg = common.parse_config(grpo.Config, [str(path), "--steps", "9"])
     assert (cfg.steps, cfg.lr, cfg.divide_by_std, cfg.model) == (9, 1e-3, False, str(Path.home() / "m"))
+    assert cfg.eval_data == ""  # an empty value is none
+    with pytest.raises(common.UserError, match="(?s)flags.yaml: .*line 2"):
+        common.parse_config(grpo.Config, [str(write(path, "steps: 7\nlr: [1\n"))])
     with pytest.raises(SystemExit):
         common.parse_config(grpo.Config, ["--help"])
     assert "--micro_batch_tokens" in capsys.readouterr().out
