@@ -172,9 +172,11 @@ def launch(main, Config) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     huggingface_hub.utils.logging.set_verbosity_error()
-    sys.stderr, speaks = LastingStream(sys.stderr), os.environ.get("LOCAL_RANK", "0") == "0"
+    sys.stderr, speaks, code = LastingStream(sys.stderr), os.environ.get("LOCAL_RANK", "0") == "0", 0
     try:
         main(parse_config(Config, sys.argv[1:]))
+    except SystemExit as stopped:  # `Run.end_step` after a signal, on all ranks
+        code = stopped.code or 0
     except KeyboardInterrupt:  # before the first step; later `Run.note_signal` has it
         if speaks:
             tqdm.write(f"{Path(sys.argv[0]).name}: interrupted before the first step", file=sys.stderr)
@@ -191,10 +193,13 @@ def launch(main, Config) -> None:
         sys.exit(error.exit_code)
     if world_size() > 1:
         dist.barrier()
+        sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # all is saved, and a rank that tears gloo down while others still do is sometimes aborted
+        os._exit(code)  # all is saved, and a rank that tears gloo down while others still do is sometimes aborted
     if dist.is_initialized():
         dist.destroy_process_group()
+    if code:
+        sys.exit(code)
 
 
 class LastingStream:
@@ -454,10 +459,13 @@ def shard(model, device: torch.device):
     weights = model.state_dict() if rank() == 0 else {}
     compute_dtype = torch.bfloat16 if device.type == "cuda" else None  # None: that of the shard
     layers = decoder_layers(model)
-    uses = collections.Counter(parameter for layer in layers for parameter in layer.parameters())
-    own = [layer for layer in layers if all(uses[parameter] == 1 for parameter in layer.parameters())]
+    # by id: a reference would keep the whole parameter in memory beside its shard
+    uses = collections.Counter(id(parameter) for layer in layers for parameter in layer.parameters())
+    own = [layer for layer in layers if all(uses[id(parameter)] == 1 for parameter in layer.parameters())]
+    # Inputs stay as the model makes them (OLMo's rotary angles: float32), as they do without FSDP's hooks.
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in [*own, model]:  # the root keeps layers that share parameters (Zamba)
-        fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
+        fully_shard(module, mp_policy=policy,
                     reshard_after_forward=frozen or module is not model)  # the backward pass begins with the root
         if world_size() > 1:
             module.set_gradient_divide_factor(1.0)
@@ -1079,7 +1087,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
 
     with evaluating(model), gathered(model):
         mine = torch.tensor(my_share(N), dtype=torch.long, device=device)
-        turns = mine.split(rows_that_fit(model, prompt_ids.shape[1] + max_new_tokens)) if len(mine) else ()
+        turns = mine.split(rows_that_fit(model, prompt_ids.shape[1], max_new_tokens, group_size)) if len(mine) else ()
         for rows in turns:
             tokens[rows], lengths[rows] = decode(
                 model, prompt_ids, prompt_mask, rows // group_size, ends, max_new_tokens,
@@ -1098,8 +1106,9 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
         mask=mask, completions=tokenizer.batch_decode(texts, skip_special_tokens=True), finished=finished)
 
 
-def rows_that_fit(model, length: int) -> int:
-    """How many rows of `length` tokens may be decoded at once: a KV cache of at most half of the free memory."""
+def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: int) -> int:
+    """How many rows may be decoded at once: their KV cache, and what a layer's MLP makes of all their prompts when they
+    are read, take at most half of the free memory."""
     config = model.config.get_text_config()
 
     def size(name):  # None where the architecture has no such thing (Mamba), or it differs by layer (Gemma 4)
@@ -1112,7 +1121,10 @@ def rows_that_fit(model, length: int) -> int:
         element = 2
     else:
         free, element = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4, 4
-    return max(1, int(free / 2 / (2 * config.num_hidden_layers * heads * head_dim * element * length)))
+    cache = 2 * config.num_hidden_layers * heads * head_dim * (prompt_length + max_new_tokens)
+    width = np.max(size("intermediate_size") or 4 * config.hidden_size)  # Gemma 3n has a list
+    reading = 3 * width * prompt_length / group_size
+    return max(1, int(free / 2 / ((cache + reading) * element)))
 
 
 def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, uniforms, temperature):
@@ -1141,7 +1153,9 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     cache.reorder_cache(rows)
     L = prompt_ids.shape[1]
     room = max_new_tokens + -(L + max_new_tokens) % 8  # CUDA's attention likes multiples of 8
-    cache.layers = [RoomyLayer(layer, room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    for i in range(len(cache.layers)):  # one at a time: no second cache in memory
+        if type(cache.layers[i]) is DynamicLayer:
+            cache.layers[i] = RoomyLayer(cache.layers[i], room)
     position = mask.sum(1)[rows]  # [n] of the next token
     mask = F.pad(mask, (0, room), value=1)[rows]  # [n, L+room]
     graph, graphs_work = None, can_use_graph(model, cache)
@@ -1244,8 +1258,9 @@ class GraphStep:
                 finally:  # also where it failed half-way: what it queued writes into the cache
                     torch.cuda.current_stream().wait_stream(stream)
                 self.graph = torch.cuda.CUDAGraph()
-                # thread_local: NCCL's own thread may call CUDA meanwhile
-                with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                # thread_local: NCCL's own thread may call CUDA meanwhile. A capture that fails leaves its stream current.
+                with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(
+                        self.graph, stream=stream, capture_error_mode="thread_local"):
                     self.logits = self.run()
 
     def run(self):
@@ -2409,7 +2424,12 @@ class Run:
                               dir=self.directory, resume="allow").log
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(self.directory / "tensorboard")
-        return lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()]
+
+        def log(metrics, step):
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()  # as in `close`; a run may be killed, too
+        return log
 
     def make_directory(self):
         if self.cfg.overwrite:
@@ -2511,17 +2531,22 @@ class Run:
         if step and (stop_signal or step % self.cfg.save_every == 0 or step == self.cfg.steps):
             self.save_checkpoint()
         if stop_signal:
+            self.close()
             say(f"stopped after step {step}; go on with the same command and --resume")
             sys.exit(128 + stop_signal)
 
     def finish(self, model, tokenizer) -> None:
         """Write OUTPUT_DIR/model."""
         save_model(model, tokenizer, self.directory / "model")
-        self.bar.close()
+        self.close()
         say(f"saved {self.directory / 'model'}")
+
+    def close(self) -> None:
+        """Not left to the interpreter's exit: with several processes `launch` skips it."""
+        self.bar.close()
         if self.cfg.log_to == "wandb":
             import wandb
-            wandb.finish()  # not left to the interpreter's exit: with several processes `launch` skips it
+            wandb.finish()
 
     # checkpoint/step-000020/ holds the sharded tensors (torch.distributed.checkpoint) and state.pt (all the rest)
 

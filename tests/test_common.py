@@ -381,7 +381,7 @@ def test_what_is_sampled_does_not_depend_on_how_many_rows_fit(monkeypatch):
     model, tokenizer = random_model("Qwen2")
 
     def draw(rows_at_a_time):
-        monkeypatch.setattr(common, "rows_that_fit", lambda model, length: rows_at_a_time)
+        monkeypatch.setattr(common, "rows_that_fit", lambda *args: rows_at_a_time)
         torch.manual_seed(3)
         return common.sample(model, tokenizer, PROMPTS, 5, 20).input_ids
 
