@@ -125,9 +125,9 @@ LIMITS = {
                     "eval_every eval_samples micro_batch_tokens max_prompt_tokens max_bad_steps "
                     "max_completion_tokens max_generation_batches".split(), (1, LARGEST)),
     **dict.fromkeys("warmup_steps overlong_buffer kl_coef kl_target format_reward entropy_coef value_coef lr "
-                    "value_lr center_coef".split(), (0, LARGEST)),
+                    "value_lr center_coef value_clip_eps".split(), (0, LARGEST)),
     **dict.fromkeys("max_grad_norm temperature beta".split(), (1e-8, LARGEST)),
-    **dict.fromkeys("clip_eps clip_low value_clip_eps".split(), (0, 1)),
+    **dict.fromkeys("clip_eps clip_low".split(), (0, 1)),
     **dict.fromkeys("freeze_layers gamma lam".split(), (0, 1)),
     "seed": (0, 2 ** 32 - 1), "group_size": (2, LARGEST), "clip_high": (0, 10), "label_smoothing": (0, 0.5),
 }

@@ -170,9 +170,11 @@ def main(cfg: Config) -> None:
             weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T], 0 outside the minibatch
             if cfg.loss_average == "token":
                 weights[minibatch] = token_weights(trained[minibatch], int(trained[minibatch].sum()))
-            else:
-                unit_of = minibatch // cfg.group_size if cfg.loss_average == "prompt" else minibatch
-                weights[minibatch] = unit_token_weights(trained[minibatch], unit_of)
+            else:  # the units are those of the whole step: minibatches may split a group
+                dealt = torch.cat(minibatches)
+                unit_of = dealt // cfg.group_size if cfg.loss_average == "prompt" else dealt
+                step_weights = unit_token_weights(trained[dealt], unit_of) * len(dealt) / len(minibatch)
+                weights[minibatch] = step_weights[torch.isin(dealt, minibatch)]
             total_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):
                 logprobs, entropy = token_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [B, T]

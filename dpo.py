@@ -48,7 +48,8 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta: float, label_smoo
     if ref_chosen is not None:
         h = h - beta * (ref_chosen - ref_rejected).detach()
     losses = -(1 - label_smoothing) * F.logsigmoid(h) - label_smoothing * F.logsigmoid(-h)
-    stats = {"pair_accuracy": (h > 0).float().mean(), "margin": h.mean(), "weight": torch.sigmoid(-h).mean(),
+    stats = {"pair_accuracy": (h > 0).float().mean(), "margin": h.mean(),
+             "weight": (torch.sigmoid(-h) - label_smoothing).mean(),  # −∂loss/∂h
              "chosen_logprobs": chosen.mean(), "rejected_logprobs": rejected.mean()}
     return losses, {name: value.detach() for name, value in stats.items()}
 

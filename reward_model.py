@@ -88,7 +88,7 @@ def main(cfg: Config) -> None:
     preferences, eval_preferences = common.read_train_and_eval(cfg, common.read_preferences)
     model, tokenizer = common.load_policy(cfg, run.device, cls=AutoModelForSequenceClassification, num_labels=1)
     common.scale_fresh_head(model)
-    optimizer, schedule = common.make_optimizer(model, cfg, betas=(0.9, 0.95))
+    optimizer, schedule = common.make_optimizer(model, cfg, betas=(0.9, 0.95))  # InstructGPT's
     eval_preferences = common.encode_preferences(eval_preferences, tokenizer, cfg, "--eval_data")
     data = common.Shuffled(common.encode_preferences(preferences, tokenizer, cfg, "--data"), cfg.seed)
     pad_id = tokenizer.pad_token_id

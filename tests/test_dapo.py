@@ -208,12 +208,14 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
         for minibatch in torch.tensor(kept)[step.orders[0]].tensor_split(2) * 2:
             loss = 0
             tokens = Counter()  # of each unit: those with a loss
-            for i in minibatch.tolist():
+            rows = minibatch.tolist() if average == "token" else kept  # a prompt's may be spread over minibatches
+            for i in rows:
                 tokens[unit_of(i)] += trained[i]
             for i in minibatch[trained[minibatch] > 0].tolist():
                 ratio = (plain_logprobs(policy, *drawn[i], 0.8) - old[i]).exp()
                 unclipped, bounded = ratio * advantages[i], ratio.clamp(0.99, 1.06) * advantages[i]
-                loss = loss - torch.min(unclipped, bounded).sum() / tokens[unit_of(i)] / len(tokens)  # eq. 8
+                objective = torch.min(unclipped, bounded).sum() / tokens[unit_of(i)] / len(tokens)  # eq. 8
+                loss = loss - objective * len(rows) / len(minibatch)  # minibatches of a step have eq. 12 as their mean
                 clipped.append(bounded < unclipped)
             updates.append(plain_update(optimizer, loss, 2e-4, 0.5))
         assert step.updates == [pytest.approx(update, rel=2e-3, abs=1e-5) for update in updates]

@@ -119,7 +119,7 @@ def test_every_update_is_that_of_the_plain_algorithm(reference_free, tmp_path, m
         updates = [plain_update(optimizer, losses.mean(), 1e-4, 0.5)]
         assert step.updates == [pytest.approx(update, rel=2e-3, abs=1e-5) for update in updates]
         margins = margins.detach()
-        assert_metrics(step, updates, {"margin": margins.mean(), "weight": (-margins).sigmoid().mean()})
+        assert_metrics(step, updates, {"margin": margins.mean(), "weight": (-margins).sigmoid().mean() - 0.1})  # less s
     assert_same_weights(tmp_path / "run", policy)
     # of the last step; in the first, the signs of the margins are rounding
     assert step.metrics["pair_accuracy"] == (margins > 0).float().mean()
