@@ -1258,7 +1258,7 @@ class GraphStep:
                 finally:  # also where it failed half-way: what it queued writes into the cache
                     torch.cuda.current_stream().wait_stream(stream)
                 self.graph = torch.cuda.CUDAGraph()
-                # thread_local: NCCL's own thread may call CUDA meanwhile. A capture that fails leaves its stream current.
+                # thread_local: NCCL's own thread may call CUDA meanwhile. A capture that fails leaves its stream set.
                 with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(
                         self.graph, stream=stream, capture_error_mode="thread_local"):
                     self.logits = self.run()
@@ -1834,8 +1834,8 @@ def load_reward_function(spec: str):
         except (Exception, SystemExit) as error:
             lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]  # of the file
             line = f" (line {lines[-1]})" if lines else ""
-            raise UserError(f"--reward {spec} raised {type(error).__name__}: {error}{line}, on row {problem.row!r:.300}, "
-                            f"completion {completion!r:.200}") from error
+            raise UserError(f"--reward {spec} raised {type(error).__name__}: {error}{line}, on row "
+                            f"{problem.row!r:.300}, completion {completion!r:.200}") from error
         if not is_number(reward):
             raise UserError(f"--reward {spec} returned {reward!r:.100}, no finite number, on row {problem.row!r:.300}")
         return float(reward)

@@ -32,6 +32,7 @@ class Config(common.RunConfig):
     lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "after the warm-up (InstructGPT: cosine)")
     warmup_steps: int = flag(10, "updates of linear warm-up, the first at rate 0")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
+    eval_every: int = flag(100, "steps between evaluations; there is one before the first step and one after the last")
 
 
 def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor | None = None):
