@@ -99,7 +99,7 @@ class RunConfig:
     model: str = flag("tiny", "tiny (built in), a directory, or a hub id")
     data: str = flag("arithmetic", "arithmetic[:DIGITS] (built in), FILE.jsonl[.gz], or a hub id[:CONFIG[:SPLIT]]")
     eval_data: str = flag("", "held-out data, same forms; arithmetic brings its own")
-    system_prompt: str = flag("", "system message of a chat template; none: no message; empty: one that asks for "
+    system_prompt: str = flag("", "system message of a chat template; none: add none; empty: one that asks for "
                                   "<think> and <answer>, but none for preferences")
     max_prompt_tokens: int = flag(1024, "longer prompts are left out, and the script says how many")
     trust_remote_code: bool = flag(False, "run model code that comes with the checkpoint")
@@ -148,6 +148,7 @@ def parse_config(Config, args: list[str]):
             raise UserError(f"{args[0]}: {problem}")
         if not isinstance(settings, dict):
             raise UserError(f"{args[0]}: want a mapping from flag names to values")
+        # left empty: the default
         args = [f"--{name}={value}" for name, value in settings.items() if value is not None] + args[1:]
     cfg, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
@@ -175,8 +176,10 @@ def launch(main, Config) -> None:
     sys.stderr, speaks, code = LastingStream(sys.stderr), os.environ.get("LOCAL_RANK", "0") == "0", 0
     try:
         main(parse_config(Config, sys.argv[1:]))
-    except SystemExit as stopped:  # `Run.end_step` after a signal, on all ranks
-        code = stopped.code or 0
+    except SystemExit as stopped:
+        code = stopped.code
+        if code not in (130, 143, 129):  # those of `Run.end_step` after a signal, on all ranks
+            raise
     except KeyboardInterrupt:  # before the first step; later `Run.note_signal` has it
         if speaks:
             tqdm.write(f"{Path(sys.argv[0]).name}: interrupted before the first step", file=sys.stderr)
@@ -193,7 +196,8 @@ def launch(main, Config) -> None:
         sys.exit(error.exit_code)
     if world_size() > 1:
         dist.barrier()
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()  # what a reward function has printed
         sys.stderr.flush()
         os._exit(code)  # all is saved, and a rank that tears gloo down while others still do is sometimes aborted
     if dist.is_initialized():
@@ -724,14 +728,16 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
         prompt = row_prompt(row)
         if not is_prompt(prompt):
             raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem")
-        answer = next((row[key] for key in ("answer", "solution") if row.get(key) not in (None, "")), None)
-        if answer is None and isinstance(row.get("reward_model"), dict):  # verl's rows, as in DAPO-Math-17k
-            answer = row["reward_model"].get("ground_truth")
+        verl = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}  # as in DAPO-Math-17k
+        found = row.get("answer"), row.get("solution"), verl.get("ground_truth")
+        answer = next((one for one in found if one not in (None, "")), None)
         if type(answer) in (str, int, float):  # a bool is none of them
             answer = extract_answer(answer) or str(answer)
+        elif not need_answer:
+            answer = None  # a reward function has the row
         elif answer is not None:
             raise UserError(f"{place}: the answer must be a string or a number, not {type(answer).__name__}")
-        elif need_answer:
+        else:
             raise UserError(f"{place}: no answer under answer or solution, which --reward verifier needs")
         problems.append(Problem(prompt, [], answer, row))
     return problems
@@ -799,7 +805,7 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
             raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}")
         if isinstance(problem.prompt, list):
             problem.prompt = text
-        if text.rstrip().endswith("<think>"):  # as reasoning models' templates do
+        if isinstance(problem, Problem) and text.rstrip().endswith("<think>"):  # as reasoning models' templates do
             problem.opening = "<think>"
     limit = min(cfg.max_prompt_tokens, tokenizer.model_max_length - getattr(cfg, "max_new_tokens", 1))
     kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= limit]
@@ -2428,7 +2434,7 @@ class Run:
         def log(metrics, step):
             for name, value in metrics.items():
                 writer.add_scalar(name, value, step)
-            writer.flush()  # as in `close`; a run may be killed, too
+            writer.flush()  # the run may be killed, or `launch` skip the interpreter's exit
         return log
 
     def make_directory(self):
@@ -2542,7 +2548,7 @@ class Run:
         say(f"saved {self.directory / 'model'}")
 
     def close(self) -> None:
-        """Not left to the interpreter's exit: with several processes `launch` skips it."""
+        """End the progress bar and the second log: with several processes `launch` skips the interpreter's exit."""
         self.bar.close()
         if self.cfg.log_to == "wandb":
             import wandb

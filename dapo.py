@@ -170,11 +170,10 @@ def main(cfg: Config) -> None:
             weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T], 0 outside the minibatch
             if cfg.loss_average == "token":
                 weights[minibatch] = token_weights(trained[minibatch], int(trained[minibatch].sum()))
-            else:  # the units are those of the whole step: minibatches may split a group
+            else:  # units of the whole step, for minibatches may split a group; only the minibatch's rows are read
                 dealt = torch.cat(minibatches)
                 unit_of = dealt // cfg.group_size if cfg.loss_average == "prompt" else dealt
-                step_weights = unit_token_weights(trained[dealt], unit_of) * len(dealt) / len(minibatch)
-                weights[minibatch] = step_weights[torch.isin(dealt, minibatch)]
+                weights[dealt] = unit_token_weights(trained[dealt], unit_of) * len(dealt) / len(minibatch)
             total_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):
                 logprobs, entropy = token_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [B, T]

@@ -515,11 +515,15 @@ def test_shuffled_visits_every_item_once_a_pass_and_resumes_anywhere():
 def test_prompts_and_answers_are_found_under_their_usual_names(tmp_path):
     rows = [{"question": "2+2?", "answer": "It is\n#### 4"}, {"problem": "x", "solution": "so \\boxed{\\frac{1}{2}}"},
             {"prompt": "y", "answer": 7}, {"prompt": [{"role": "user", "content": "hi"}], "answer": "z"},
-            {"prompt": "v", "reward_model": {"style": "rule", "ground_truth": "34"}}]  # verl's
+            {"prompt": "v", "answer": "", "reward_model": {"style": "rule", "ground_truth": "34"}}]  # verl's
     path = tmp_path / "data.jsonl.gz"
     with gzip.open(path, "wt", encoding="utf-8-sig") as file:  # some tools put a byte order mark first
         file.write("\n\n".join(json.dumps(row) for row in rows))
     assert [problem.answer for problem in common.read_problems(str(path))] == ["4", "\\frac{1}{2}", "7", "z", "34"]
+    path.write_bytes(gzip.compress(b'{"prompt": "y", "reward_model": {"ground_truth": {"tests": []}}}'))
+    assert common.read_problems(str(path), need_answer=False)[0].answer is None  # a reward function reads the row
+    with pytest.raises(common.UserError, match="the answer must be a string"):
+        common.read_problems(str(path))
 
 
 @pytest.mark.parametrize("content, message", [
