@@ -467,9 +467,9 @@ def shard(model, device: torch.device):
     uses = collections.Counter(id(parameter) for layer in layers for parameter in layer.parameters())
     own = [layer for layer in layers if all(uses[id(parameter)] == 1 for parameter in layer.parameters())]
     # Inputs stay as the model makes them (OLMo's rotary angles: float32), as they do without FSDP's hooks.
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in [*own, model]:  # the root keeps layers that share parameters (Zamba)
-        fully_shard(module, mp_policy=policy,
+        fully_shard(module, mp_policy=precision,
                     reshard_after_forward=frozen or module is not model)  # the backward pass begins with the root
         if world_size() > 1:
             module.set_gradient_divide_factor(1.0)
