@@ -707,8 +707,8 @@ def read_json_lines(path: Path) -> list[tuple[dict, str]]:
                         raise UserError(f"{place}: want a JSON object, not {type(row).__name__}")
                     rows.append((row, place))
     except json.JSONDecodeError as error:
-        raise UserError(f"{path} line {number}: not JSON, of which each line wants one object "
-                        f"({error.msg} at column {error.colno})") from None
+        raise UserError(f"{path} line {number}: not JSON ({error.msg} at column {error.colno}); want one object a line"
+                        ) from None
     except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}{f' after line {number}' if number else ''}: {reason}") from None
@@ -718,17 +718,17 @@ def read_json_lines(path: Path) -> list[tuple[dict, str]]:
 
 
 def read_problems(data: str, split: str = "train", need_answer: bool = True) -> list[Problem]:
-    """Rows with a prompt (`prompt`, `question` or `problem`) and an answer (`answer` or `solution`), not yet encoded.
+    """Rows with a prompt (`prompt`, `question` or `problem`) and an answer (`answer`, `solution`, or `ground_truth`
+    inside `reward_model`, which is verl's form), not yet encoded.
 
-    Also verl's form, the answer under `ground_truth` in `reward_model`. A gold answer inside a worked solution (GSM8K's
-    `#### 18`, MATH's `\\boxed{18}`) is taken out of it.
+    A gold answer inside a worked solution (GSM8K's `#### 18`, MATH's `\\boxed{18}`) is taken out of it.
     """
     problems = []
     for row, place in read_rows(data, split):
         prompt = row_prompt(row)
         if not is_prompt(prompt):
             raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem")
-        verl = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}  # as in DAPO-Math-17k
+        verl = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
         found = row.get("answer"), row.get("solution"), verl.get("ground_truth")
         answer = next((one for one in found if one not in (None, "")), None)
         if type(answer) in (str, int, float):  # a bool is none of them
@@ -1127,6 +1127,7 @@ def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: in
         element = 2
     else:
         free, element = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4, 4
+    # numbers a row
     cache = 2 * config.num_hidden_layers * heads * head_dim * (prompt_length + max_new_tokens)
     width = np.max(size("intermediate_size") or 4 * config.hidden_size)  # Gemma 3n has a list
     reading = 3 * width * prompt_length / group_size

@@ -262,6 +262,14 @@ def test_greedy_output_is_that_of_generate(architecture, changes):
             assert rollout.input_ids[2 * p + g].tolist() == expected[p].tolist()
 
 
+def test_rows_fit_where_cache_and_prompts_take_half_of_the_free_memory(monkeypatch):
+    """L = 10, T = 6, G = 4: keys and values of 2 layers, 2 heads of 8 for 16 tokens are 1,024 numbers a row; what the
+    MLP holds while a prompt is read (gate, up, product: 3 · 64 for 10 tokens), shared by 4 rows, 480. Of 4 bytes each."""
+    model, _ = random_model("Qwen2")
+    monkeypatch.setattr(common.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * (1024 + 480) * 4}.get)
+    assert common.rows_that_fit(model, 10, 6, 4) == 100
+
+
 def test_without_a_pad_token_eos_pads():
     model, tokenizer = random_model("Qwen2")
     padded = common.sample(model, tokenizer, PROMPTS, 2, 24, greedy=True)

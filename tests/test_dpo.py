@@ -10,7 +10,7 @@ import torch
 import common
 import dpo
 from helpers import (assert_metrics, assert_same_weights, distributions, is_right, load_tiny_model, plain_logprobs,
-                     plain_update, random_model, read_metrics, record_run)
+                     plain_update, random_model, read_metrics, record_run, run_script)
 
 
 def test_the_loss_is_ln_2_at_the_start_and_by_hand():
@@ -156,6 +156,24 @@ def test_every_update_on_policy_is_that_of_the_plain_algorithm(reference_free, t
         assert_metrics(step, updates, {"reward": sum(right) / 24, "accuracy": sum(right) / 24, "ties": 12 - len(pairs),
                                        "sampled_tokens": rollout.lengths.sum()})
     assert_same_weights(tmp_path / "run", policy)
+
+
+@pytest.mark.parametrize("flags, system", [([], ""), (["--on_policy"], common.SYSTEM_PROMPT)])
+def test_the_evaluation_asks_as_the_training_data_does(flags, system, tmp_path, monkeypatch):
+    """Pairs from a file get no default system prompt, problems to sample for do: so do those of the evaluation."""
+    model, tokenizer = random_model("Qwen2")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "base")
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1=?", "answer": "2", "chosen": "2", "rejected": "3"}))
+    asked, evaluate = [], common.evaluate
+    monkeypatch.setattr(common, "evaluate", lambda policy, tokenizer, problems, *rest: (
+        asked.extend(problem.prompt_ids for problem in problems), evaluate(policy, tokenizer, problems, *rest))[1])
+    done = run_script("dpo.py", "--model", tmp_path / "base", "--data", path, "--eval_problems", path, "--steps", 1,
+                      "--max_new_tokens", 4, "--output_dir", tmp_path / "run", *flags)
+    assert done.returncode == 0, done.stderr
+    assert asked and all(ids == tokenizer.encode(system + "1+1=?") for ids in asked)
 
 
 # ------------------------------------------------------------------------------------------------- preference data
