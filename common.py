@@ -987,11 +987,14 @@ def build_tiny_preferences(data: str, split: str) -> Path:
     tokenizer, model = load_tokenizer(tiny), AutoModelForCausalLM.from_pretrained(tiny)
     problems, rows = read_problems(data, split)[:PROBLEMS_TO_RANK], []
     say(f"sampling answers to {len(problems)} problems from the tiny model (once)")
+    prompts = [problem.prompt for problem in problems]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        rollout = sample(model, tokenizer, [problem.prompt for problem in problems], SAMPLES_TO_RANK, 60)
+        completions = []
+        for first in range(0, len(prompts), 1000):  # all at once would take 3 GB
+            completions += sample(model, tokenizer, prompts[first:first + 1000], SAMPLES_TO_RANK, 60).completions
     for p, problem in enumerate(problems):
-        texts = rollout.completions[p * SAMPLES_TO_RANK:(p + 1) * SAMPLES_TO_RANK]
+        texts = completions[p * SAMPLES_TO_RANK:(p + 1) * SAMPLES_TO_RANK]
         scores = {text: float(is_equivalent(extract_answer(text), problem.answer)) for text in texts}
         if len(set(scores.values())) == 2:
             rows.append({"prompt": problem.prompt, "responses": sorted(scores, key=scores.get, reverse=True),
@@ -1072,15 +1075,16 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
            greedy: bool = False) -> Rollout:
     """Sample `group_size` completions of each prompt from the model's whole softmax at `temperature`.
 
-    prompts: strings, which no chat template is put around, or lists of token ids. Collective: every rank passes the
-    same prompts, decodes its share of the rows and gets the whole rollout. No top-k, top-p or penalty, whatever the
-    model's generation config says: the policy that is scored must be the policy that sampled.
+    prompts: strings (or a single one), which no chat template is put around, or lists of token ids. Collective: every
+    rank passes the same prompts, decodes its share of the rows and gets the whole rollout. No top-k, top-p or penalty,
+    whatever the model's generation config says: the policy that is scored must be the policy that sampled.
 
     A token is drawn by inverting the cumulative distribution at a uniform number, and every (row, position) has its
     own number, drawn up front. So which rows share a batch, when rows leave it and how many ranks there are does not
     change what is sampled, up to rounding in the model.
     """
     device, pad = model.device, tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    prompts = [prompts] if isinstance(prompts, str) else prompts
     prompts = [encode(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts]
     if not all(prompts):
         raise ValueError("a prompt without tokens: there is nothing to condition on")

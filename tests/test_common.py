@@ -383,6 +383,8 @@ def test_the_rollouts_parts_agree():
         assert real == tokenizer.encode(PROMPTS[row // 8]) + completion
     by_ids = common.sample(model, tokenizer, [tokenizer.encode(p) for p in PROMPTS], 1, 5, greedy=True)
     assert torch.equal(by_ids.input_ids, common.sample(model, tokenizer, PROMPTS, 1, 5, greedy=True).input_ids)
+    alone, in_a_list = (common.sample(model, tokenizer, p, 1, 5, greedy=True) for p in (PROMPTS[0], PROMPTS[:1]))
+    assert torch.equal(alone.input_ids, in_a_list.input_ids)  # a string is one prompt, not one for each letter
 
 
 def test_what_is_sampled_does_not_depend_on_how_many_rows_fit(monkeypatch):
