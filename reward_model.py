@@ -2,6 +2,7 @@
 
     minimize  −log σ(r(x, y⁺) − r(x, y⁻) − margin)                     mean over pairs               (InstructGPT eq. 1)
     ranked    −1/(K(K−1)/2) Σ_{i<j} log σ(r(x, y_i) − r(x, y_j))       all pairs of K answers, each read once
+    centred   + c·(r(x, y⁺) + r(x, y⁻))²                               mean over pairs             (arXiv:2312.09244)
 
 An update weighs all its pairs alike: a ranking that gives more of them counts for more.
 
@@ -24,10 +25,10 @@ from common import flag
 
 @dataclass
 class Config(common.RunConfig):
-    steps: int = flag(1300, "updates")
+    steps: int = flag(1000, "updates")
     pairs_per_step: int = flag(16, "rows per update: pairs, or rankings with all their pairs (InstructGPT: 64)")
     max_completion_tokens: int = flag(1024, "answers are cut here, and then end without EOS")
-    center_coef: float = flag(0.0, "weight of (r⁺ + r⁻)², which keeps scores near 0 (arXiv:2312.09244: 0.01)")
+    center_coef: float = flag(0.01, "c: weight of (r⁺ + r⁻)², which holds scores near 0 (arXiv:2312.09244: 0.01)")
     lr: float = flag(3e-4, "learning rate: 1e-5 for a real model (InstructGPT: 9e-6)")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "after the warm-up (InstructGPT: cosine)")
     warmup_steps: int = flag(10, "updates of linear warm-up, the first at rate 0")

@@ -531,7 +531,7 @@ def against_trl(args, scripts: list[str]):
              for name, (flags, settings) in grpo.items()]
     own = ["--pairs_per_step", "64", "--data", str(pairs_file())]
     pairs += [("dpo", "", own, {}), ("dpo", ", reference precomputed", own, {"precompute_ref_log_probs": True}),
-              ("reward_model", "", own, {})]
+              ("reward_model", "", [*own, "--center_coef", "0"], {})]
     if "ppo" in scripts and args.model == "tiny" and importlib.util.find_spec("trl.experimental.ppo"):
         pairs.append(("ppo", "", ["--reward", reward_model_directory(model_directory(args.model))], {}))
     for script, name, flags, settings in pairs:
