@@ -2561,9 +2561,19 @@ class Run:
 
     # checkpoint/step-000020/ holds the sharded tensors (torch.distributed.checkpoint) and state.pt (all the rest)
 
-    def tensors(self, names: list[str]) -> dict:
-        """Models and optimizers in the form that torch.distributed.checkpoint saves, and fills in place."""
-        return {name: dict(zip(("model", "optimizer"), get_state_dict(*self.trained[name][:2]))) for name in names}
+    def tensors(self) -> dict:
+        """Models and optimizers in the form that torch.distributed.checkpoint saves, and fills in place.
+
+        AdamW makes a parameter's state at its first gradient; here those still without one get the zeros that it would
+        begin with. (get_state_dict would make them by a step at rate 0, which AdamW counts.)
+        """
+        for _, optimizer, _ in self.trained.values():
+            for parameter in optimizer.param_groups[0]["params"]:
+                if parameter not in optimizer.state:
+                    optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **{
+                        name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}}
+        return {name: dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+                for name, (model, optimizer, _) in self.trained.items()}
 
     def save_checkpoint(self) -> None:
         """Write to a temporary name, flush, rename; only then remove the previous one. Collective."""
@@ -2571,13 +2581,8 @@ class Run:
         if gather_in_order([final.exists()])[0]:  # the run ends within the step that follows it: --resume repeats that
             return
         temporary = final.with_name("unfinished")
-        # Which parameters have an optimizer state. Before the first update none has, and the model is as it was loaded:
-        # nothing to save. (get_state_dict would make a state by a step at rate 0, which AdamW counts.) Later all have
-        # one but those that no gradient reaches: the image tower of a model that only reads text here.
-        stepped = {name: [parameter in optimizer.state for parameter in optimizer.param_groups[0]["params"]]
-                   for name, (_, optimizer, _) in self.trained.items() if optimizer.state}
         state = {"next_step": self.next_step, "position": self.data.position, "bad_steps": self.bad_steps,
-                 "extra": self.extra, "stepped": stepped,
+                 "extra": self.extra,
                  "schedules": {name: schedule.state_dict() for name, (_, _, schedule) in self.trained.items()},
                  "random": torch.get_rng_state()}  # alike on all ranks; rewards have seeds of their own
 
@@ -2595,8 +2600,8 @@ class Run:
                 shutil.rmtree(older)
         try:
             on_main_rank_first(prepare)
-            if stepped:
-                dcp.save(self.tensors(stepped), checkpoint_id=temporary)
+            if self.next_step:  # before step 0 the models are as they were loaded
+                dcp.save(self.tensors(), checkpoint_id=temporary)
             on_main_rank_first(publish)
         except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
             intact = self.checkpoints()[-1].name if self.checkpoints() else "no checkpoint"
@@ -2607,14 +2612,8 @@ class Run:
         path = self.checkpoints()[-1]
         try:
             state = torch.load(path / "state.pt", weights_only=True)
-            if state["stepped"]:
-                for name, stepped in state["stepped"].items():
-                    optimizer = self.trained[name][1]
-                    for parameter, had_state in zip(optimizer.param_groups[0]["params"], stepped, strict=True):
-                        parameter.grad = torch.zeros_like(parameter) if had_state else None
-                    optimizer.step()  # creates the state of those parameters, for dcp.load to fill
-                    optimizer.zero_grad()
-                tensors = self.tensors(state["stepped"])
+            if state["next_step"]:
+                tensors = self.tensors()
                 dcp.load(tensors, checkpoint_id=path)
                 for name, saved in tensors.items():
                     set_state_dict(*self.trained[name][:2], model_state_dict=saved["model"],

@@ -390,7 +390,7 @@ def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp
 
 
 def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
-    """The image tower of Gemma 3, say: AdamW has no state for it."""
+    """The image tower of Gemma 3, say: AdamW makes no state for it."""
     import grpo
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
 
@@ -405,7 +405,7 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
         def step(x):
             model["read"](torch.tensor([x, 1.0])).sum().backward()
             run.optimizer_step(model, optimizer, schedule, torch.tensor(0.0))
-            return [p.detach().clone() for p in optimizer.state], [p.detach().clone() for p in model.parameters()]
+            return [p.detach().clone() for p in model.parameters()]
         return run, step
 
     run, step = begin(resume=False)
@@ -413,7 +413,7 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
     run.next_step = 1
     run.save_checkpoint()
     whole, resumed = step(-2.0), begin(resume=True)[1](-2.0)
-    assert len(whole[0]) == len(resumed[0]) == 2 and all(map(torch.equal, whole[1], resumed[1]))
+    assert all(map(torch.equal, whole, resumed))
     for file in (tmp_path / "run").glob("checkpoint/*/*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(common.UserError, match="is damaged.*(EOF|Error)"):  # and why
