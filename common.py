@@ -415,31 +415,6 @@ def load_reference(cfg, device: torch.device):
     return load_model(model_name(cfg), device, trainable=False, trust_remote_code=cfg.trust_remote_code)
 
 
-def load_value_model(cfg, device: torch.device, tokenizer):
-    """The critic: starts from the reward model, if --reward names one with the policy's vocabulary, else the policy.
-
-    Its head starts at 0: the first advantages are then the returns themselves, without a random head's noise. (The
-    reward model's own head has seen only whole completions, and `reward_shift` is still in its scores.)
-    """
-    name = model_name(cfg)
-    if is_reward_model(cfg.reward) and load_tokenizer(
-            cfg.reward, cfg.trust_remote_code).get_vocab() == tokenizer.get_vocab():
-        name = cfg.reward
-    model = load_model(name, device, cls=AutoModelForSequenceClassification, trust_remote_code=cfg.trust_remote_code,
-                       num_labels=1)
-    torch.nn.init.zeros_(model.score.weight)
-    return model
-
-
-def scale_fresh_head(model) -> None:
-    """Give a new scalar head (the checkpoint had none) the spread 1/√(H + 1): scores then start at size 1
-    (arXiv:2403.17031, on the reward head)."""
-    if not any("SequenceClassification" in name for name in model.config.architectures or ()):
-        spread = getattr(model.config, "initializer_range", 0.02)
-        with torch.no_grad():
-            model.score.weight.mul_((model.config.get_text_config().hidden_size + 1) ** -0.5 / spread)
-
-
 def decoder_layers(model) -> torch.nn.ModuleList:
     """The stack of transformer layers: the longest ModuleList of the base model, or of its text part.
 

@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from transformers import AutoModelForSequenceClassification
 
 import common
 from common import flag, sample, token_logprobs, token_values
@@ -135,6 +136,22 @@ def value_loss(values, old_values, returns, weights, clip_eps: float):
     return loss, stats
 
 
+def load_value_model(cfg: Config, device, tokenizer):
+    """The critic: starts from the reward model, if --reward names one with the policy's vocabulary, else the policy.
+
+    Its head starts at 0: the first advantages are then the returns themselves, without a random head's noise. (The
+    reward model's own head has seen only whole completions, and `reward_shift` is still in its scores.)
+    """
+    name = common.model_name(cfg)
+    if common.is_reward_model(cfg.reward) and common.load_tokenizer(
+            cfg.reward, cfg.trust_remote_code).get_vocab() == tokenizer.get_vocab():
+        name = cfg.reward
+    model = common.load_model(name, device, cls=AutoModelForSequenceClassification,
+                              trust_remote_code=cfg.trust_remote_code, num_labels=1)
+    torch.nn.init.zeros_(model.score.weight)
+    return model
+
+
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
     """1 − Var(V̂ − V) / Var(V̂) over the tokens: 1 is a perfect critic, 0 one no better than a constant."""
     values, returns = values[mask], returns[mask]
@@ -158,7 +175,7 @@ def main(cfg: Config) -> None:
     problems, eval_problems = common.read_train_and_eval(cfg)
     policy, tokenizer = common.load_policy(cfg, run.device)
     reference = common.load_reference(cfg, run.device) if cfg.kl_coef > 0 else None
-    value_model = common.load_value_model(cfg, run.device, tokenizer)
+    value_model = load_value_model(cfg, run.device, tokenizer)
     optimizer, schedule = common.make_optimizer(policy, cfg)
     value_optimizer, value_schedule = common.make_optimizer(value_model, dataclasses.replace(cfg, lr=cfg.value_lr))
     eval_problems = common.encode_prompts(eval_problems, tokenizer, cfg, "--eval_data")

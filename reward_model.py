@@ -62,6 +62,15 @@ def calibration_error(differences: torch.Tensor, bins: int = 10) -> float:
     return float(sum(gaps))
 
 
+def scale_fresh_head(model) -> None:
+    """Give a new scalar head (the checkpoint had none) the spread 1/√(H + 1): scores then start at size 1
+    (arXiv:2403.17031, on the reward head)."""
+    if not any("SequenceClassification" in name for name in model.config.architectures or ()):
+        spread = getattr(model.config, "initializer_range", 0.02)
+        with torch.no_grad():
+            model.score.weight.mul_((model.config.get_text_config().hidden_size + 1) ** -0.5 / spread)
+
+
 def pad_unlike_eos(tokenizer) -> int:
     """The pad id to save. transformers reads the score at the last token that is not padding: that must be the EOS.
 
@@ -89,7 +98,7 @@ def main(cfg: Config) -> None:
     run = common.Run(cfg)
     preferences, eval_preferences = common.read_train_and_eval(cfg, common.read_preferences)
     model, tokenizer = common.load_policy(cfg, run.device, cls=AutoModelForSequenceClassification, num_labels=1)
-    common.scale_fresh_head(model)
+    scale_fresh_head(model)
     optimizer, schedule = common.make_optimizer(model, cfg, betas=(0.9, 0.95))  # InstructGPT's
     eval_preferences = common.encode_preferences(eval_preferences, tokenizer, cfg, "--eval_data")
     data = common.Shuffled(common.encode_preferences(preferences, tokenizer, cfg, "--data"), cfg.seed)

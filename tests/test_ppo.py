@@ -249,9 +249,9 @@ def test_a_critic_of_another_vocabulary_is_not_taken(tmp_path, policy_directory)
     save_reward_model(tmp_path / "rm")
     tokenizer = common.load_tokenizer(str(tmp_path / "rm"))
     cfg = reward_config(tmp_path / "rm", policy_directory)
-    assert common.load_value_model(cfg, torch.device("cpu"), tokenizer).config.model_type == "llama"
+    assert ppo.load_value_model(cfg, torch.device("cpu"), tokenizer).config.model_type == "llama"
     tokenizer.add_tokens("a new one")
-    assert common.load_value_model(cfg, torch.device("cpu"), tokenizer).config.model_type == "qwen2"
+    assert ppo.load_value_model(cfg, torch.device("cpu"), tokenizer).config.model_type == "qwen2"
 
 
 def test_the_critic_starts_at_zero_from_the_policy(tmp_path):
@@ -260,7 +260,7 @@ def test_the_critic_starts_at_zero_from_the_policy(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     random_state = torch.get_rng_state()
     cfg = SimpleNamespace(model=str(tmp_path), reward="verifier", data="arithmetic", trust_remote_code=False)
-    critic = common.load_value_model(cfg, torch.device("cpu"), tokenizer)
+    critic = ppo.load_value_model(cfg, torch.device("cpu"), tokenizer)
     assert torch.equal(random_state, torch.get_rng_state())  # or ranks, of which one reads the weights, would part
     ids = torch.tensor([[3, 9, 10, 11]])
     assert (common.token_values(critic, ids, torch.ones_like(ids), 3) == 0).all()
