@@ -1636,15 +1636,15 @@ def scores_at(model, *where):
 
 @torch.no_grad()
 def rollout_values(model, rollout: Rollout, minibatches, max_tokens: int, compute=token_values) -> torch.Tensor:
-    """Values [N, T] of the rows of `minibatches`, without gradient; 0 elsewhere, and where the model is None.
+    """Values [N, T] of the rows of `minibatches`, on every rank, without gradient; 0 elsewhere, and without a model.
 
-    Computed in the micro-batches of the update, so that in bfloat16 both round alike. Only this rank's share is filled.
+    Computed in the micro-batches of the update, so that in bfloat16 both round alike.
     """
     out = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
     for minibatch in minibatches if model is not None else []:
         for rows, input_ids, attention_mask, T in micro_batches(rollout, minibatch, max_tokens):
             out[rows, :T] = compute(model, input_ids, attention_mask, T)
-    return out
+    return sum_over_ranks(out)
 
 
 def rollout_logprobs(model, rollout: Rollout, minibatches, max_tokens: int, temperature: float) -> torch.Tensor:

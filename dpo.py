@@ -59,14 +59,9 @@ def sequence_logprobs(model, input_ids, attention_mask, T: int, temperature: flo
     return token_logprobs(model, input_ids, attention_mask, T, temperature)[0].sum(dim=1)
 
 
-@torch.no_grad()
 def all_sequence_logprobs(model, batch, blocks, cfg: Config) -> torch.Tensor:
-    """log π(y|x) [N] of every row of the batch, the same on every rank; 0 where the model is None."""
-    logprobs = torch.zeros(len(batch.mask), device=batch.mask.device)
-    blocks = blocks if model is not None else []
-    for rows, input_ids, attention_mask, T in common.micro_batches(batch, blocks, cfg.micro_batch_tokens):
-        logprobs[rows] += sequence_logprobs(model, input_ids, attention_mask, T, cfg.temperature)
-    return common.sum_over_ranks(logprobs)
+    """log π(y|x) [N] of every row of the batch, the same on every rank, without gradient; 0 where the model is None."""
+    return common.rollout_logprobs(model, batch, [blocks], cfg.micro_batch_tokens, cfg.temperature).sum(dim=1)
 
 
 def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, device) -> dict[str, float]:

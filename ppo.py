@@ -203,14 +203,12 @@ def main(cfg: Config) -> None:
         if cfg.missing_eos_score != "none":
             rewards = rewards.where(rollout.finished[:, None], float(cfg.missing_eos_score))
 
-        # 3. Advantages: each token's rewards to come against the critic's values, whitened. Ranks share the work.
+        # 3. Advantages: each token's rewards to come against the critic's values, whitened.
         minibatches = torch.randperm(len(rollout.mask)).tensor_split(cfg.minibatches)  # row numbers, shuffled
-        old_logprobs = common.sum_over_ranks(common.rollout_logprobs(
-            policy, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature))  # [N, T]
-        ref_logprobs = common.sum_over_ranks(common.rollout_logprobs(
-            reference, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature))  # [N, T]
-        old_values = common.sum_over_ranks(common.rollout_values(
-            value_model, rollout, minibatches, cfg.micro_batch_tokens))  # [N, T]
+        old_logprobs = common.rollout_logprobs(
+            policy, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
+        ref_logprobs = common.rollout_logprobs(reference, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)
+        old_values = common.rollout_values(value_model, rollout, minibatches, cfg.micro_batch_tokens)  # [N, T]
         advantages, returns = gae(token_rewards(rewards[:, 0], old_logprobs, ref_logprobs, rollout.mask, kl_coef),
                                   old_values, rollout.mask, cfg.gamma, cfg.lam)  # [N, T] each
         for minibatch in minibatches:
