@@ -173,13 +173,9 @@ def launch(main, Config) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     huggingface_hub.utils.logging.set_verbosity_error()
-    sys.stderr, speaks, code = LastingStream(sys.stderr), os.environ.get("LOCAL_RANK", "0") == "0", 0
+    sys.stderr, speaks = LastingStream(sys.stderr), os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         main(parse_config(Config, sys.argv[1:]))
-    except SystemExit as stopped:
-        code = stopped.code
-        if code not in (130, 143, 129):  # those of `Run.end_step` after a signal, on all ranks
-            raise
     except KeyboardInterrupt:  # before the first step; later `Run.note_signal` has it
         if speaks:
             tqdm.write(f"{Path(sys.argv[0]).name}: interrupted before the first step", file=sys.stderr)
@@ -194,16 +190,20 @@ def launch(main, Config) -> None:
         message = " ".join(str(error).split())
         tqdm.write(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)  # on a line of its own
         sys.exit(error.exit_code)
+    leave_together()
+
+
+def leave_together(code: int = 0) -> None:
+    """Exit when every rank has got here. All is saved."""
     if world_size() > 1:
         dist.barrier()
         with contextlib.suppress(OSError):
             sys.stdout.flush()  # what a reward function has printed
         sys.stderr.flush()
-        os._exit(code)  # all is saved, and a rank that tears gloo down while others still do is sometimes aborted
+        os._exit(code)  # a rank that tears gloo down while others still do is sometimes aborted
     if dist.is_initialized():
         dist.destroy_process_group()
-    if code:
-        sys.exit(code)
+    sys.exit(code)
 
 
 class LastingStream:
@@ -2519,7 +2519,7 @@ class Run:
         if stop_signal:
             self.close()
             say(f"stopped after step {step}; go on with the same command and --resume")
-            sys.exit(128 + stop_signal)
+            leave_together(128 + stop_signal)
 
     def finish(self, model, tokenizer) -> None:
         """Write OUTPUT_DIR/model."""
