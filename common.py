@@ -1025,9 +1025,9 @@ def join_drawn(drawn, pad_id: int):
     def pad(name, value):
         return torch.cat([F.pad(getattr(r, name), (L + r.mask.shape[1] - r.input_ids.shape[1], T - r.mask.shape[1]),
                                 value=value) for r in rollouts])
+    attention_mask = pad("attention_mask", 0)
     rollout = Rollout(
-        input_ids=pad("input_ids", pad_id), attention_mask=pad("attention_mask", 0),
-        mask=torch.cat([F.pad(r.mask, (0, T - r.mask.shape[1])) for r in rollouts]),
+        input_ids=pad("input_ids", pad_id), attention_mask=attention_mask, mask=attention_mask[:, L:].bool(),
         completions=[text for r in rollouts for text in r.completions],
         finished=torch.cat([r.finished for r in rollouts]))
     return sum(batches, []), rollout, torch.cat(rewards), torch.cat(correct)
