@@ -184,7 +184,7 @@ def launch(main, Config) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             error = TrainingFailed(f"out of GPU memory {memory_advice(error)} (the last checkpoint is intact): "
                                    f"{str(error).splitlines()[0]}")
-        if not speaks:  # most errors come to all ranks: when the first of them leaves, torchrun ends the others
+        if not speaks:  # most errors come to all ranks: rank 0 speaks, and when it leaves, torchrun ends the others
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(15)
         message = " ".join(str(error).split())
@@ -1092,8 +1092,8 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
 
 
 def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: int) -> int:
-    """How many rows may be decoded at once: their KV cache, and what a layer's MLP makes of all their prompts when they
-    are read, take at most half of the free memory."""
+    """How many rows may be decoded at once. Two things may take half of the free memory: the rows' KV cache, and the
+    activations of one layer's MLP while the prompts are read."""
     config = model.config.get_text_config()
 
     def size(name):  # None where the architecture has no such thing (Mamba), or it differs by layer (Gemma 4)
@@ -1106,11 +1106,11 @@ def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: in
         element = 2
     else:
         free, element = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4, 4
-    # numbers a row
+    # in numbers, not bytes, for each row; a prompt is read once for its whole group
     cache = 2 * config.num_hidden_layers * heads * head_dim * (prompt_length + max_new_tokens)
     width = np.max(size("intermediate_size") or 4 * config.hidden_size)  # Gemma 3n has a list
-    reading = 3 * width * prompt_length / group_size
-    return max(1, int(free / 2 / ((cache + reading) * element)))
+    activations = 3 * width * prompt_length / group_size
+    return max(1, int(free / 2 / ((cache + activations) * element)))
 
 
 def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, uniforms, temperature):
@@ -1161,8 +1161,8 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
             if m == 0:
                 break
             if m < len(ended) and (graph is None or m <= len(ended) // 2):  # each graph has its number of rows
-                stay = torch.arange(m, device=device)
-                stay[ended[:m]] = m + (~ended[m:]).nonzero()[:, 0]
+                stay = torch.arange(m, device=device)  # what the m rows to come are now: mostly the first m,
+                stay[ended[:m]] = m + (~ended[m:]).nonzero()[:, 0]  # but live ones from behind for those that ended
                 alive, chosen, position, mask, ended = (x[stay] for x in (alive, chosen, position, mask, ended))
                 cache.reorder_cache(stay)
                 graph = None
@@ -1341,8 +1341,8 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor | None, temperature
     """[n, V] logits -> [n] token ids: the likeliest where `uniforms` is None, else softmax(logits/temperature) draws.
 
     The draw is the first token whose cumulative probability exceeds the uniform number. Sums are float64, so that
-    tokens rarer than float32 can count keep their share; to sum the vocabulary only once, first the block of tokens is
-    found, then the token in it.
+    tokens rarer than float32 can count keep their share. A float64 cumulative sum of the whole vocabulary would be slow
+    and large: first the draw's block of 512 tokens is found by the blocks' sums, then the token within the block.
     """
     if uniforms is None:
         return logits.argmax(-1)
@@ -1395,17 +1395,17 @@ def hidden_states(model, input_ids, attention_mask, T: int, row, column):
     follows a token cannot change it, so no attention mask is needed and the fast causal kernels run.
     """
     B, L = len(input_ids), input_ids.shape[1] - T
-    prompt = attention_mask[:, :L].sum(1)  # [B] tokens
-    # how many columns to read: of completions, of whole rows
-    last, width = (int(x.max()) if len(row) else 1 for x in (column, prompt[row] + column))
+    prompt_length = attention_mask[:, :L].sum(1)  # [B]
+    # Nothing is read beyond the last wanted token: so many columns of the completions, so many of the whole rows.
+    num_columns, width = (int(x.max()) if len(row) else 1 for x in (column, prompt_length[row] + column))
     prompts = input_ids[:, :L].where(attention_mask[:, :L] > 0, -1)
     distinct, of = prompts.unique(dim=0, return_inverse=True) if L else (prompts[:0], None)  # L = 0: see `retokenize`
-    saved = B * width - len(distinct) * L - B * last  # tokens
-    saves = 0 < last <= T and saved > max(B * width / 5, SHARED_TOKENS) and can_share_prompts(model)
-    if on_all_ranks(saves):  # the same passes everywhere, for FSDP gathers layer by layer
-        return read_prompts_once(model, distinct, of, input_ids[:, L:L + last], width)[row, column]
+    saved_tokens = B * width - (len(distinct) * L + B * num_columns)  # by reading each distinct prompt once
+    worth_it = 0 < num_columns <= T and saved_tokens > max(B * width / 5, SHARED_TOKENS) and can_share_prompts(model)
+    if on_all_ranks(worth_it):  # every rank must make the same passes, for FSDP gathers layer by layer
+        return read_prompts_once(model, distinct, of, input_ids[:, L:L + num_columns], width)[row, column]
     ids = shift_left(input_ids, attention_mask, width)
-    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[row, prompt[row] + column - 1]
+    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[row, prompt_length[row] + column - 1]
 
 
 def shift_left(input_ids, attention_mask, width: int):
@@ -1672,8 +1672,8 @@ def micro_batches(batch, blocks: list, max_tokens: int):
     completion among them, at most `max_tokens` tokens, padding included, unless a single block has more. Sorted by
     length, and not filled up where the next block would make too much of it padding.
 
-    Every rank yields the same number: FSDP's gradient reduction waits for all. Where there are fewer blocks than
-    ranks, one yields a block again, with T = 0: give it no weight.
+    Every rank yields the same number: FSDP's gradient reduction waits for all. A rank that has none of its own, since
+    there are fewer blocks than ranks, yields the first block again, with T = 0: that must get no weight.
     """
     total, completion = batch.attention_mask.sum(1).tolist(), batch.mask.sum(1).tolist()
     prompt = [t - c for t, c in zip(total, completion)]
@@ -1694,7 +1694,7 @@ def micro_batches(batch, blocks: list, max_tokens: int):
         i = dealt.index(max(dealt, key=len))
         dealt[i:i + 1] = dealt[i][::2], dealt[i][1::2]
     L = batch.input_ids.shape[1] - batch.mask.shape[1]
-    for group in dealt[rank()::world_size()]:
+    for group in dealt[rank()::world_size()]:  # empty where there are fewer blocks than ranks
         rows = [row for block in group or blocks[:1] for row in block]
         T = max(completion[row] for row in rows) if group else 0
         columns = slice(L - max(prompt[row] for row in rows), L + T)
@@ -2163,7 +2163,7 @@ _TOKEN = re.compile(rf"""
 def _values(text: str) -> list | None:
     """A formula's values at three points, at each of which a letter stands for a fixed number; None if unreadable."""
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
-    tokens, depth, modulus = [], 0, 0  # a stack: the next token stands last, below all the end
+    tokens, depth, modulus = [], 0, 0  # a stack, so the text is in it from right to left; ";" at the bottom is its end
 
     def accept(token):
         return tokens[-1] == token and tokens.pop()
@@ -2465,7 +2465,7 @@ class Run:
         if math.isfinite(norm) and math.isfinite(loss):
             optimizer.step()
             schedule.step()
-            if self.bad_model in (None, model):  # of two models, a good update of one does not excuse the other
+            if self.bad_model in (None, model):  # PPO: the critic's good update does not excuse the policy's bad one
                 self.bad_steps = 0
         else:
             self.bad_steps, self.bad_model = self.bad_steps + 1, model
@@ -2553,7 +2553,7 @@ class Run:
     def save_checkpoint(self) -> None:
         """Write to a temporary name, flush, rename; only then remove the previous one. Collective."""
         final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
-        if gather_in_order([final.exists()])[0]:  # the run ends within the step that follows it: --resume repeats that
+        if gather_in_order([final.exists()])[0]:  # a run that gives up in mid-step has it: --resume repeats the step
             return
         temporary = final.with_name("unfinished")
         state = {"next_step": self.next_step, "position": self.data.position, "bad_steps": self.bad_steps,
