@@ -23,6 +23,7 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import datetime
 import difflib
 import functools
 import gzip
@@ -253,7 +254,8 @@ def setup_device() -> torch.device:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if (cuda or torchrun) and not dist.is_initialized():  # on one GPU, FSDP2 still does the mixed precision
         job = {} if torchrun else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **job)
+        # The default of half an hour is less than ranks may differ by in sampling, or rank 0 may take to download.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(hours=6), **job)
     return device
 
 
@@ -472,17 +474,25 @@ def call_gathered(function, model, *args):
 
 @contextlib.contextmanager
 def gathered(model):
-    """Gather all parameters once, so that ranks may call the model a different number of times: no collectives."""
+    """Gather all parameters once, so that ranks may call the model a different number of times: no collectives.
+
+    FSDP's hooks are off meanwhile: they cost a decoding step 0.1 ms a layer, and wait for other streams, which the
+    capture of a CUDA graph cannot hold.
+    """
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    hooks = [(module, name, getattr(module, name)) for module in parts
+             for name in ("_forward_pre_hooks", "_forward_hooks")]
     for module in parts:
-        module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
+    for module, name, own in hooks:
+        setattr(module, name, type(own)())
     try:
         yield
     finally:
+        for module, name, own in hooks:
+            setattr(module, name, own)
         for module in parts:
             module.reshard()
-            module.set_reshard_after_forward(module is not model, recurse=False)
 
 
 def save_model(model, tokenizer, directory: Path) -> None:
@@ -1092,8 +1102,8 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
 
 
 def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: int) -> int:
-    """How many rows may be decoded at once. Two things may take half of the free memory: the rows' KV cache, and the
-    activations of one layer's MLP while the prompts are read."""
+    """How many rows may be decoded at once. Half of the free memory is for their KV cache, the activations of one
+    layer's MLP while the prompts are read, and what is made of a row's logits to pick a token."""
     config = model.config.get_text_config()
 
     def size(name):  # None where the architecture has no such thing (Mamba), or it differs by layer (Gemma 4)
@@ -1110,7 +1120,8 @@ def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: in
     cache = 2 * config.num_hidden_layers * heads * head_dim * (prompt_length + max_new_tokens)
     width = np.max(size("intermediate_size") or 4 * config.hidden_size)  # Gemma 3n has a list
     activations = 3 * width * prompt_length / group_size
-    return max(1, int(free / 2 / ((cache + activations) * element)))
+    logits = 20 * config.vocab_size  # bytes: bfloat16, then float32 four times
+    return max(1, int(free / 2 / ((cache + activations) * element + logits)))
 
 
 def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, uniforms, temperature):
@@ -1236,18 +1247,17 @@ class GraphStep:
         self.graph = None
         if mask.is_cuda:  # on a CPU, for tests, each call runs the same kernels one by one
             stream = capture_stream()
-            with without_hooks(model):
-                stream.wait_stream(torch.cuda.current_stream())
-                try:
-                    with torch.cuda.stream(stream), no_waiting():  # a first run, not captured: libraries set up
-                        self.run()
-                finally:  # also where it failed half-way: what it queued writes into the cache
-                    torch.cuda.current_stream().wait_stream(stream)
-                self.graph = torch.cuda.CUDAGraph()
-                # thread_local: NCCL's own thread may call CUDA meanwhile. A capture that fails leaves its stream set.
-                with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(
-                        self.graph, stream=stream, capture_error_mode="thread_local"):
-                    self.logits = self.run()
+            stream.wait_stream(torch.cuda.current_stream())
+            try:
+                with torch.cuda.stream(stream), no_waiting():  # a first run, not captured: libraries set up
+                    self.run()
+            finally:  # also where it failed half-way: what it queued writes into the cache
+                torch.cuda.current_stream().wait_stream(stream)
+            self.graph = torch.cuda.CUDAGraph()
+            # thread_local: NCCL's own thread may call CUDA meanwhile. A capture that fails leaves its stream set.
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(
+                    self.graph, stream=stream, capture_error_mode="thread_local"):
+                self.logits = self.run()
 
     def run(self):
         seen = self.mask & (self.columns <= self.column)  # [m, width]
@@ -1321,20 +1331,6 @@ def capture_step(model, cache, mask, column: int) -> GraphStep | None:
         model.no_graph = True
         for layer in cache.layers:
             layer.column = None
-
-
-@contextlib.contextmanager
-def without_hooks(model):
-    """FSDP's hooks wait for other streams, which a capture cannot hold. With parameters gathered, none is needed."""
-    names = ("_forward_pre_hooks", "_forward_hooks")
-    kept = [(module, name, getattr(module, name)) for module in model.modules() for name in names]
-    for module, name, hooks in kept:
-        setattr(module, name, type(hooks)())
-    try:
-        yield
-    finally:
-        for module, name, hooks in kept:
-            setattr(module, name, hooks)
 
 
 def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor | None, temperature: float) -> torch.Tensor:

@@ -6,7 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import common
 from helpers import random_model
@@ -262,11 +265,13 @@ def test_greedy_output_is_that_of_generate(architecture, changes):
             assert rollout.input_ids[2 * p + g].tolist() == expected[p].tolist()
 
 
-def test_rows_fit_where_cache_and_prompts_take_half_of_the_free_memory(monkeypatch):
+def test_rows_fit_where_they_take_half_of_the_free_memory(monkeypatch):
     """L = 10, T = 6, G = 4: keys and values of 2 layers, 2 heads of 8 for 16 tokens are 1,024 numbers a row; what the
-    MLP holds while a prompt is read (gate, up, product: 3 · 64 for 10 tokens), shared by 4 rows, 480. Of 4 bytes each."""
+    MLP holds while a prompt is read (gate, up, product: 3 · 64 for 10 tokens), shared by 4 rows, 480. Of 4 bytes each.
+    And 20 bytes for each logit."""
     model, _ = random_model("Qwen2")
-    monkeypatch.setattr(common.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * (1024 + 480) * 4}.get)
+    memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * ((1024 + 480) * 4 + 20 * model.config.vocab_size)}
+    monkeypatch.setattr(common.os, "sysconf", memory.get)
     assert common.rows_that_fit(model, 10, 6, 4) == 100
 
 
@@ -299,16 +304,21 @@ def test_the_step_that_cuda_captures_samples_the_same(architecture, monkeypatch)
         assert len({step.width for step in steps}) > 1 and len({len(step.ids) for step in steps}) > 1
 
 
-def test_hooks_come_back_after_a_capture():
+def test_a_gathered_model_runs_without_hooks_which_then_come_back():
     model, _ = random_model("Qwen2")
-    calls = []
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
-    ids = torch.ones(1, 3, dtype=torch.long)
-    with common.without_hooks(model):
-        model(ids)
-    assert not calls
-    model(ids)
-    assert calls == [1]
+    ids, calls = torch.ones(1, 3, dtype=torch.long), []
+    expected = model(ids).logits
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for module in (*common.decoder_layers(model), model):
+            fully_shard(module)
+        model.register_forward_pre_hook(lambda *_: calls.append(1))
+        with common.gathered(model):
+            assert torch.equal(model(ids).logits, expected) and not calls
+        assert torch.equal(model(ids).logits, expected) and calls == [1]
+        assert all(isinstance(p, DTensor) for p in model.model.layers.parameters())  # shards again, after each forward
+    finally:
+        dist.destroy_process_group()
 
 
 def test_sampled_frequencies_are_the_tempered_softmax():
