@@ -1120,7 +1120,7 @@ def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: in
     cache = 2 * config.num_hidden_layers * heads * head_dim * (prompt_length + max_new_tokens)
     width = np.max(size("intermediate_size") or 4 * config.hidden_size)  # Gemma 3n has a list
     activations = 3 * width * prompt_length / group_size
-    logits = 20 * config.vocab_size  # bytes: bfloat16, then float32 four times
+    logits = (2 + 4 * 4) * config.vocab_size  # bytes: bfloat16, then float32 four times
     return max(1, int(free / 2 / ((cache + activations) * element + logits)))
 
 
