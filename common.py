@@ -296,6 +296,11 @@ def gather_in_order(mine: list) -> list:
     return [item for part in parts for item in part]
 
 
+def from_main_rank(value):
+    """Rank 0's value, on every rank."""
+    return gather_in_order([value])[0]
+
+
 def my_share(total: int) -> range:
     """This rank's contiguous share of range(total)."""
     return range(total * rank() // world_size(), total * (rank() + 1) // world_size())
@@ -309,7 +314,7 @@ def on_main_rank_first(work):
             work()
         except (UserError, OSError) as error:
             problem = error
-    if problem := gather_in_order([problem])[0]:
+    if problem := from_main_rank(problem):
         raise problem
 
 
@@ -370,7 +375,7 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
             if rank() == 0:
                 model, report = cls.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True,
                                                     trust_remote_code=trust_remote_code, output_loading_info=True)
-                missing = set(report["missing_keys"]) - ({"score.weight"} if trainable else set())
+                missing = set(report["missing_keys"]) - ({"score.weight"} if trainable else set())  # a fresh head
             else:
                 with torch.device("meta"):
                     model = cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -437,7 +442,7 @@ def shard(model, device: torch.device):
     frozen = not any(parameter.requires_grad for parameter in model.parameters())
     if world_size() == 1 and (device.type == "cpu" or frozen):  # FSDP would cost a CPU 15%, and save nothing
         return model.to(device)
-    weights = model.state_dict() if rank() == 0 else {}
+    weights = model.state_dict() if rank() == 0 and world_size() > 1 else {}
     compute_dtype = torch.bfloat16 if device.type == "cuda" else None  # None: that of the shard
     layers = decoder_layers(model)
     # by id: a reference would keep the whole parameter in memory beside its shard
@@ -459,7 +464,7 @@ def shard(model, device: torch.device):
         for buffer in model.buffers():  # not in the state dict: rotary frequencies and the like
             dist.broadcast(buffer, 0)
         # Rank 0 read it with the weights. It says what ends a completion.
-        model.generation_config = gather_in_order([getattr(model, "generation_config", None)])[0]
+        model.generation_config = from_main_rank(getattr(model, "generation_config", None))
     return model
 
 
@@ -467,7 +472,7 @@ def call_gathered(function, model, *args):
     """function(model, *args) with FSDP's forward hooks around it, so that it sees gathered parameters."""
     if not isinstance(model, FSDPModule):
         return function(model, *args)
-    model.work = functools.partial(function, model)
+    model.work = functools.partial(function, model)  # FSDP wraps methods, by name
     register_fsdp_forward_method(model, "work")
     return model.work(*args)
 
@@ -761,7 +766,7 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
     if system_prompt == "none":
         system_prompt = default = ""
     if isinstance(prompt, str) and prompt.lstrip().startswith(tuple(tokenizer.all_special_tokens)):
-        return prompt, False  # the data is templated already
+        return prompt, False  # the data is templated already, perhaps without its BOS
     if isinstance(prompt, str) and not tokenizer.chat_template:
         return f"{system_prompt}\n\n{prompt}" if system_prompt else prompt, False
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
@@ -1060,16 +1065,17 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
            greedy: bool = False) -> Rollout:
     """Sample `group_size` completions of each prompt from the model's whole softmax at `temperature`.
 
-    prompts: strings (or a single one), which no chat template is put around, or lists of token ids. Collective: every
-    rank passes the same prompts, decodes its share of the rows and gets the whole rollout. No top-k, top-p or penalty,
-    whatever the model's generation config says: the policy that is scored must be the policy that sampled.
+    prompts: strings (or a single one), which no chat template is put around (`tokenizer.apply_chat_template(messages,
+    add_generation_prompt=True, tokenize=False)` makes one), or lists of token ids. Temperature 0 is greedy. Collective:
+    every rank passes the same prompts, decodes its share of the rows and gets the whole rollout. No top-k, top-p or
+    penalty, whatever the model's generation config says: the policy that is scored must be the policy that sampled.
 
     A token is drawn by inverting the cumulative distribution at a uniform number, and every (row, position) has its
     own number, drawn up front. So which rows share a batch, when rows leave it and how many ranks there are does not
     change what is sampled, up to rounding in the model.
     """
     device, pad = model.device, tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    prompts = [prompts] if isinstance(prompts, str) else prompts
+    prompts, greedy = [prompts] if isinstance(prompts, str) else prompts, greedy or temperature == 0
     prompts = [encode(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts]
     if not all(prompts):
         raise ValueError("a prompt without tokens: there is nothing to condition on")
@@ -1115,7 +1121,7 @@ def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: in
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         element = 2
     else:
-        free, element = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4, 4
+        free, element = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4, 4  # a quarter of all there is
     # in numbers, not bytes, for each row; a prompt is read once for its whole group
     cache = 2 * config.num_hidden_layers * heads * head_dim * (prompt_length + max_new_tokens)
     width = np.max(size("intermediate_size") or 4 * config.hidden_size)  # Gemma 3n has a list
@@ -1138,7 +1144,7 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     cache = DynamicCache(config=model.config)
     cache_name = next((name for name in ("past_key_values", "cache_params") if takes(model, name)), None)
     if cache_name is None:  # its **kwargs would swallow a cache
-        raise UserError(f"--model: {type(model).__name__} takes no KV cache, so it can not be sampled from")
+        raise UserError(f"{type(model).__name__} takes no KV cache, so it can not be sampled from")
 
     def forward(ids, mask, positions):
         extra = {"position_ids": positions} if takes(model, "position_ids") else {}
@@ -1171,9 +1177,10 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
             m = int((~ended).sum())
             if m == 0:
                 break
-            if m < len(ended) and (graph is None or m <= len(ended) // 2):  # each graph has its number of rows
-                stay = torch.arange(m, device=device)  # what the m rows to come are now: mostly the first m,
-                stay[ended[:m]] = m + (~ended[m:]).nonzero()[:, 0]  # but live ones from behind for those that ended
+            many_ended = m <= len(ended) // 2 and len(ended) > LEAST_ROWS  # each graph has its number of rows
+            if m < len(ended) and (graph is None or many_ended):
+                stay = torch.arange(m, device=device)  # stay[i]: the row that moves to place i. A place whose row has
+                stay[ended[:m]] = m + (~ended[m:]).nonzero()[:, 0]  # ended takes a live one from behind the first m
                 alive, chosen, position, mask, ended = (x[stay] for x in (alive, chosen, position, mask, ended))
                 cache.reorder_cache(stay)
                 graph = None
@@ -1228,6 +1235,10 @@ class RoomyLayer(DynamicLayer):
         self.keys, self.values = self.keys[:len(stay)], self.values[:len(stay)]
 
 
+# Of a captured graph. Smaller ones would save less than the 0.1 s (an estimate) that another capture takes.
+LEAST_COLUMNS, LEAST_ROWS = 256, 16
+
+
 class GraphStep:
     """One decoding step of a batch of m rows as a CUDA graph: one launch, not one for each of the model's kernels.
 
@@ -1238,7 +1249,7 @@ class GraphStep:
 
     def __init__(self, model, cache, mask, column: int):
         self.model, self.cache = model, cache
-        self.width = min(mask.shape[1], -(-2 * (column + 1) // 64) * 64)
+        self.width = min(mask.shape[1], max(LEAST_COLUMNS, -(-2 * (column + 1) // 64) * 64))
         self.mask, self.columns = mask[:, :self.width].bool(), torch.arange(self.width, device=mask.device)
         self.ids, self.position = torch.zeros(2, len(mask), 1, dtype=torch.long, device=mask.device)
         self.column = torch.tensor([column], device=mask.device)
@@ -1373,19 +1384,22 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     """Log-probability of each of the last T = num_completion_tokens tokens, and the entropy of the distribution it was
     drawn from.
 
-    input_ids, attention_mask: [B, L+T], padded on the left before the prompt and on the right after the completion.
+    input_ids, attention_mask: [B, L+T], padded on the left before the prompt, which has a token at least, and on the
+    right after the completion. The model is used in the mode it is in: `model.eval()` first, unless it has no dropout.
     Returns (logprobs, entropy), float32 [B, T], both of softmax(logits / temperature), 0 on padding, with gradients.
 
     [B, T, V] never exists: the logits of the real completion tokens are worked out by slices of the vocabulary, again
     in the backward pass. Where they are not what `head_logits` makes of hidden states, all are held at once, with one
     warning.
     """
+    if num_completion_tokens >= input_ids.shape[1]:
+        raise ValueError("no prompt: nothing comes before the first token, so it has no log-prob")
     function = sliced_logprobs if head_is_sliceable(model) else unsliced_logprobs
-    return call_gathered(function, model, input_ids, attention_mask, num_completion_tokens, temperature)
+    return call_gathered(function, model, input_ids, attention_mask.long(), num_completion_tokens, temperature)
 
 
-def hidden_states(model, input_ids, attention_mask, T: int, row, column):
-    """Hidden states [n, H] of rows `row` [n] after they have read their prompt and `column` [n] of their last T tokens.
+def hidden_states(model, input_ids, attention_mask, T: int, row, read):
+    """Hidden states [n, H] of rows `row` [n] after they have read their prompt and `read` [n] of their last T tokens.
 
     Each row is shifted left by its padding, so that it begins at column 0 with position 0. In a causal model what
     follows a token cannot change it, so no attention mask is needed and the fast causal kernels run.
@@ -1393,15 +1407,15 @@ def hidden_states(model, input_ids, attention_mask, T: int, row, column):
     B, L = len(input_ids), input_ids.shape[1] - T
     prompt_length = attention_mask[:, :L].sum(1)  # [B]
     # Nothing is read beyond the last wanted token: so many columns of the completions, so many of the whole rows.
-    num_columns, width = (int(x.max()) if len(row) else 1 for x in (column, prompt_length[row] + column))
+    num_columns, width = (int(x.max()) if len(row) else 1 for x in (read, prompt_length[row] + read))
     prompts = input_ids[:, :L].where(attention_mask[:, :L] > 0, -1)
-    distinct, of = prompts.unique(dim=0, return_inverse=True) if L else (prompts[:0], None)  # L = 0: see `retokenize`
+    distinct, prompt_of = prompts.unique(dim=0, return_inverse=True) if L else (prompts, None)  # 0: see `retokenize`
     saved_tokens = B * width - (len(distinct) * L + B * num_columns)  # by reading each distinct prompt once
     worth_it = 0 < num_columns <= T and saved_tokens > max(B * width / 5, SHARED_TOKENS) and can_share_prompts(model)
     if on_all_ranks(worth_it):  # every rank must make the same passes, for FSDP gathers layer by layer
-        return read_prompts_once(model, distinct, of, input_ids[:, L:L + num_columns], width)[row, column]
+        return read_prompts_once(model, distinct, prompt_of, input_ids[:, L:L + num_columns], width)[row, read]
     ids = shift_left(input_ids, attention_mask, width)
-    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[row, prompt_length[row] + column - 1]
+    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[row, prompt_length[row] + read - 1]
 
 
 def shift_left(input_ids, attention_mask, width: int):
@@ -1675,7 +1689,7 @@ def micro_batches(batch, blocks: list, max_tokens: int):
     prompt = [t - c for t, c in zip(total, completion)]
     blocks = [block if isinstance(block, list) else [int(block)] for block in blocks]
 
-    def fits(rows):  # padding: the share of what is computed for nothing
+    def fits(rows):  # size: as they are stored; padding: as they are computed, shifted left and as wide as the longest
         size = len(rows) * (max(prompt[row] for row in rows) + max(completion[row] for row in rows))
         padding = 1 - sum(total[row] for row in rows) / len(rows) / max(total[row] for row in rows)
         return size <= max_tokens / 4 or size <= max_tokens and padding <= MAX_PADDING
@@ -1819,7 +1833,8 @@ def load_reward_function(spec: str):
             raise UserError(f"--reward {spec} raised {type(error).__name__}: {error}{line}, on row "
                             f"{problem.row!r:.300}, completion {completion!r:.200}") from error
         if not is_number(reward):
-            raise UserError(f"--reward {spec} returned {reward!r:.100}, no finite number, on row {problem.row!r:.300}")
+            raise UserError(f"--reward {spec} returned {reward!r:.100}, want a finite float or int, on row "
+                            f"{problem.row!r:.300}")
         return float(reward)
     return judge
 
@@ -2075,7 +2090,8 @@ _UNIT = re.compile(r"""
       (?: (?! (?: (?:arc)?(?:sin|cos|tan)h? | sqrt | log | exp ) (?![A-Za-z]) )             # stands after a space,
           (?: [A-Za-z]{4} | (?<=[\s(]) [A-Za-z]{3} )
         | (?:[ckm]?m|k?g|gm|ft|in|lbs?|oz|m[lg]|mph|hrs?|min|sec|[APap]\.?[Mm]|L) (?![A-Za-z]) )    # or one of these;
-      (?: [A-Za-z\s./()^23-] | \{[23-]+\} )* )$              # and what goes with it: 5 miles per hour, 5 cm^{2}
+      (?: [A-Za-z\s.()^] | [/-](?=\s*\(?[A-Za-z]) | \^- | (?<=[A-Za-z^-])[23] | \{[23-]+\} )* )$    # and what goes with
+                                                            # it: 5 miles per hour, 5 m/s, 5 cm^{2}; not 2m/3, 2m-3
     """, re.X)
 
 
@@ -2084,7 +2100,8 @@ def _same_value(a: str, b: str) -> bool:
     (a, a_unit), (b, b_unit) = _split_unit(a), _split_unit(b)
     short, long = sorted((a_unit, b_unit), key=len)
     letters = iter(long)  # cm is short for centimeter, but cm2 is not
-    if short and (short[0] != long[0] or short.isalpha() != long.isalpha() or not all(x in letters for x in short)):
+    if short and (short[0] != long[0] or short.isalpha() != long.isalpha() or not all(x in letters for x in short)
+                  or len(short) < len(long) == 2):  # m is not short for mm
         return False
     number, in_base = sorted((a, b), key=len)
     if number.isdigit() and re.fullmatch(number + r"_\{?\d+\}?", in_base):  # 4210_5: the question names the base
@@ -2099,9 +2116,10 @@ def _split_unit(text: str) -> tuple[str, str]:
     """"18 apples" -> ("18", "apple"), "5 cm^2" -> ("5", "cm2"), "12m" -> ("12", "m"); "x + 3m" has none."""
     found = _UNIT.search(text)
     number = text[:found.start()] if found else ""
-    attached = found and len(found[1]) == 1 and found[0] == found[1]
-    formula = found and len(found[1]) == 1 and re.search(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])", number)  # x + 3 m
-    if formula or attached and not _NUMBER.fullmatch(number) or number.count("(") > number.count(")"):  # 2(1+3m)
+    letter = found and re.fullmatch(r"[a-zA-Z](\^?\{?[23]\}?)?", found[1])  # of a unit or of a formula?
+    formula = letter and (re.search(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])", number)  # x + 3 m
+                          or found[0] == found[1] and not _NUMBER.fullmatch(number))  # 1+3m
+    if formula or number.count("(") > number.count(")"):  # 2(1+3m)
         return text, ""
     if not re.search(r"\d|\\pi", number):
         return text, ""
@@ -2136,7 +2154,8 @@ def _whole(n) -> int:
 
 
 _OPERATORS = {  # how strongly it binds, what it does
-    ":": (1, lambda a, b: a ** 3 + 7919 * b), "_": (6, lambda x, n: x ** 3 + 7919 * n),  # 3:30 and x_1: told apart
+    ":": (1, lambda a, b: (a + 7919 * b + Fraction(1, 89)) ** 3),  # 3:30 and x_1 have values that nothing else has
+    "_": (6, lambda x, n: (x + 7919 * n + Fraction(1, 89)) ** 3),
     "+": (2, operator.add), "-": (2, operator.sub), "*": (3, operator.mul), "/": (3, operator.truediv),
     "^": (4, _power), "!": (5, lambda n: Fraction(math.factorial(_whole(n))))}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
@@ -2209,7 +2228,7 @@ def _values(text: str) -> list | None:
         elif token in _CONSTANTS:
             value = _CONSTANTS[token]
         elif len(token) == 1 and token.isalpha() or token[0] == "\\":
-            value = Fraction(int.from_bytes(token.encode(), "big") * 7919 % modulus + 1, 97)
+            value = Fraction(pow(int.from_bytes(token.encode(), "big"), 5, modulus) + 1, 97)  # a + d is not b + c
         else:
             raise ValueError
         depth -= 1
@@ -2549,7 +2568,7 @@ class Run:
     def save_checkpoint(self) -> None:
         """Write to a temporary name, flush, rename; only then remove the previous one. Collective."""
         final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
-        if gather_in_order([final.exists()])[0]:  # a run that gives up in mid-step has it: --resume repeats the step
+        if from_main_rank(final.exists()):  # a run that gives up in mid-step has it: --resume repeats the step
             return
         temporary = final.with_name("unfinished")
         state = {"next_step": self.next_step, "position": self.data.position, "bad_steps": self.bad_steps,

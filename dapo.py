@@ -7,7 +7,8 @@
     reward   1 or 0         →  1 or −1                      load_reward             (eq. 7)
     KL       β·k3           →  none                         dapo_loss               (section 2.3)
 
-To switch one off: --clip_high 0.2, --no_dynamic_sampling, --loss_average sequence, --overlong_buffer 0.
+To switch one off: --clip_high 0.2, --no_dynamic_sampling, --loss_average sequence, --overlong_buffer 0. As in grpo.py
+the default is one update a rollout, where ρ = 1 and no clip acts: the paper makes 16 (--minibatches 16).
 
 Without flags: the tiny model learns additions on a CPU, in two minutes. README.md: real models, data, many GPUs.
 
@@ -162,7 +163,7 @@ def main(cfg: Config) -> None:
         # 4. Update: micro-batches add up to the gradient of the whole minibatch; nothing is averaged.
         rows = (groups[:, None] * cfg.group_size + torch.arange(cfg.group_size)).flatten()
         minibatches = rows[torch.randperm(len(rows))].tensor_split(min(cfg.minibatches, len(rows))) if len(rows) else ()
-        # The first minibatch is on-policy: there the old log-probs are the new ones, and need no forward pass.
+        # The first minibatch is on-policy: its old log-probs are the new ones, and 0 here until update 0 has them.
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
 

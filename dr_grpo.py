@@ -1,6 +1,6 @@
 """Dr. GRPO, "GRPO done right" (Liu et al. 2025, arXiv:2503.20783): grpo.py with
 
-    advantage   (R − mean) / std  →  R − mean         group_advantages: no weight for easy or hard questions
+    advantage   (R − mean) / std  →  R − mean         group_advantages: no extra weight for easy and hard questions
     weight      1 / (N·|o_i|)     →  1 / (N·L_max)    token_weights: no discount for long wrong answers
     KL          β·k3              →  none             dr_grpo_loss
 
@@ -100,7 +100,7 @@ def main(cfg: Config) -> None:
 
         # 4. Update: micro-batches add up to the gradient of the whole minibatch; nothing is averaged.
         minibatches = torch.randperm(len(advantages)).tensor_split(cfg.minibatches)  # row numbers, shuffled
-        # The first minibatch is on-policy: there the old log-probs are the new ones, and need no forward pass.
+        # The first minibatch is on-policy: its old log-probs are the new ones, and 0 here until update 0 has them.
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
 

@@ -21,7 +21,7 @@ from common import flag, sample, token_logprobs
 @dataclass
 class Config(common.RunConfig):
     steps: int = flag(60, "rollout batches")
-    prompts_per_step: int = flag(16, "P: prompts per rollout batch (paper: 16 at a time, 1,024 completions)")
+    prompts_per_step: int = flag(16, "P: prompts per rollout batch (paper: 1,024 completions, so 16)")
     group_size: int = flag(16, "G: completions per prompt (paper: 64)")
     max_new_tokens: int = flag(40, "T: completions are cut here (paper: 1,024)")
     temperature: float = flag(1.0, "of sampling, and of every log-prob")
@@ -110,7 +110,7 @@ def main(cfg: Config) -> None:
 
         # 4. Update: micro-batches add up to the gradient of the whole minibatch; nothing is averaged.
         minibatches = torch.randperm(len(advantages)).tensor_split(cfg.minibatches)  # row numbers, shuffled
-        # The first minibatch is on-policy: there the old log-probs are the new ones, and need no forward pass.
+        # The first minibatch is on-policy: its old log-probs are the new ones, and 0 here until update 0 has them.
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
         ref_logprobs = common.rollout_logprobs(reference, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)

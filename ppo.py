@@ -42,7 +42,7 @@ class Config(common.RunConfig):
     gamma: float = flag(1.0, "γ: discount (InstructGPT: 1)")
     lam: float = flag(0.95, "λ: of generalized advantage estimation (N+: 0.95)")
     minibatches: int = flag(1, "optimizer steps per pass over the rollout batch (N+: 1)")
-    updates_per_batch: int = flag(4, "passes over the rollout batch (N+: 4)")
+    updates_per_batch: int = flag(4, "passes over the rollout batch, each in the same minibatches (N+: 4)")
     clip_eps: float = flag(0.2, "ε: the ratio counts within 1 ± ε (PPO: 0.2)")
     value_clip_eps: float = flag(0.2, "ε_v: the value counts within its old value ± ε_v (N+: 0.2)")
     value_coef: float = flag(0.1, "weight of the value loss: it scales the critic's gradient before clipping (N+: 0.1)")
@@ -74,7 +74,7 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: 
     rewards, values = rewards.where(mask, 0.0), values.where(mask, 0.0)
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     deltas = rewards + gamma * next_values - values
-    advantages, later = torch.zeros_like(deltas), torch.zeros_like(deltas[:, 0])
+    advantages, later = torch.zeros_like(deltas), deltas.new_zeros(len(deltas))
     for t in reversed(range(deltas.shape[1])):
         later = deltas[:, t] + gamma * lam * later
         advantages[:, t] = later
@@ -85,9 +85,9 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """[N, T] -> [N, T]: (Â − mean) / std over all tokens of the mask, 0 elsewhere, 0 where all of them are equal.
 
-    Give it every token of the optimizer step: per micro-batch or per rank it would be another algorithm. (The papers
-    do not speak of it. OpenAI's baselines and lm-human-preferences whiten each minibatch, N+ a rank's whole rollout.
-    Population std.)
+    Give it every token of the optimizer step: per micro-batch or per rank it would be another algorithm. (PPO and
+    InstructGPT do not speak of it. OpenAI's baselines and lm-human-preferences whiten each minibatch, N+ a rank's whole
+    rollout. Population std.)
     """
     count = mask.sum().clamp(min=1)
     centered = (advantages - advantages.where(mask, 0.0).sum() / count).where(mask, 0.0)

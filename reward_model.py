@@ -4,7 +4,7 @@
     ranked    −1/(K(K−1)/2) Σ_{i<j} log σ(r(x, y_i) − r(x, y_j))       all pairs of K answers, each read once
     centred   + c·(r(x, y⁺) + r(x, y⁻))²                               mean over pairs             (arXiv:2312.09244)
 
-An update weighs all its pairs alike: a ranking that gives more of them counts for more.
+An update weighs all its pairs alike: a ranking that gives more of them counts for more (InstructGPT: rankings alike).
 
 r is a language model with a scalar head, read at the last token. ppo.py takes the result by --reward DIRECTORY.
 
@@ -28,7 +28,7 @@ class Config(common.RunConfig):
     steps: int = flag(1000, "updates")
     pairs_per_step: int = flag(16, "rows per update: pairs, or rankings with all their pairs (InstructGPT: 64)")
     max_completion_tokens: int = flag(1024, "answers are cut here, and then end without EOS")
-    center_coef: float = flag(0.01, "c: weight of (r⁺ + r⁻)², which holds scores near 0 (arXiv:2312.09244: 0.01)")
+    center_coef: float = flag(0.01, "c: weight of (r⁺ + r⁻)², which holds scores near 0 (TRL advises 0.01)")
     lr: float = flag(3e-4, "learning rate: 1e-5 for a real model (InstructGPT: 9e-6)")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "after the warm-up (InstructGPT: cosine)")
     warmup_steps: int = flag(10, "updates of linear warm-up, the first at rate 0")
@@ -44,7 +44,10 @@ def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.
 
 
 def ranking_loss(rewards: torch.Tensor):
-    """Scores [B, K], best first -> (loss, stats): mean of −log σ(r_i − r_j) over all K(K−1)/2 pairs i < j of a row."""
+    """Scores [B, K], best first -> (loss, stats): mean of −log σ(r_i − r_j) over all K(K−1)/2 pairs i < j of a row.
+
+    For rankings of one length and without ties. `main` has others too, and takes `preference_loss` of their pairs.
+    """
     better, worse = torch.triu_indices(rewards.shape[1], rewards.shape[1], offset=1, device=rewards.device)
     return preference_loss(rewards[:, better].flatten(), rewards[:, worse].flatten())
 

@@ -275,6 +275,22 @@ def test_rows_fit_where_they_take_half_of_the_free_memory(monkeypatch):
     assert common.rows_that_fit(model, 10, 6, 4) == 100
 
 
+def test_temperature_0_is_greedy():
+    model, tokenizer = random_model("Qwen2")
+    greedy, at_0 = (common.sample(model, tokenizer, PROMPTS, 2, 24, **how) for how in ({"greedy": True}, {"temperature": 0}))
+    assert torch.equal(at_0.input_ids, greedy.input_ids) and at_0.mask.sum() > 0
+
+
+def test_the_first_token_of_all_has_no_logprob():
+    model, _ = random_model("Qwen2")
+    ids = torch.ones(2, 5, dtype=torch.long)
+    with pytest.raises(ValueError, match="no prompt"):
+        common.token_logprobs(model, ids, torch.ones_like(ids), 5)
+    as_floats, as_numbers = (common.token_logprobs(model, ids, mask, 4)[0]
+                             for mask in (torch.ones(2, 5), torch.ones_like(ids)))
+    assert torch.equal(as_floats, as_numbers)
+
+
 def test_without_a_pad_token_eos_pads():
     model, tokenizer = random_model("Qwen2")
     padded = common.sample(model, tokenizer, PROMPTS, 2, 24, greedy=True)
@@ -293,9 +309,11 @@ def test_the_step_that_cuda_captures_samples_the_same(architecture, monkeypatch)
 
     def draw(temperature):
         torch.manual_seed(5)
-        return common.sample(model, tokenizer, PROMPTS, 8, 90, temperature, greedy=temperature == 0).input_ids
+        return common.sample(model, tokenizer, PROMPTS, 8, 90, temperature).input_ids
     expected = [draw(temperature) for temperature in (0, 1.3)]
     assert not steps
+    monkeypatch.setattr(common, "LEAST_COLUMNS", 64)  # these rows are short, and few
+    monkeypatch.setattr(common, "LEAST_ROWS", 4)
     monkeypatch.setattr(torch, "empty", torch.zeros)  # as on CUDA: columns to come are read, with weight 0
     monkeypatch.setattr(common, "can_use_graph", lambda model, cache: model.config._attn_implementation == "sdpa" and all(
         isinstance(layer, common.RoomyLayer) for layer in cache.layers))

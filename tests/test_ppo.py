@@ -89,6 +89,11 @@ def test_gae_by_hand():
     torch.testing.assert_close(returns, torch.tensor([[0.65, 0.9, 1.0, 0]]))
 
 
+def test_gae_of_completions_without_tokens():
+    empty = torch.zeros(2, 0)
+    assert all(out.shape == (2, 0) for out in ppo.gae(empty, empty, empty.bool(), 1.0, 0.95))
+
+
 def test_without_discounting_gae_is_return_minus_value():
     """γ = λ = 1: Â_t = Σ_{s ≥ t} r_s − V_t, and the critic's target is the sum of the rewards to come."""
     torch.manual_seed(0)
