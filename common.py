@@ -520,6 +520,9 @@ def write_directory(directory: Path, fill, replace: bool = True) -> None:
     """Fill a temporary directory with `fill(path)`, flush it to disk, and rename it to `directory`."""
     temporary, old = (directory.with_name(f"{directory.name}.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
     try:
+        for kind in ("tmp", "old") if replace else ():  # what a killed process has left
+            for left in directory.parent.glob(f"{directory.name}.{kind}-*"):
+                shutil.rmtree(left)
         temporary.mkdir(parents=True)
         fill(temporary)
         for file in filter(Path.is_file, temporary.rglob("*")):
@@ -530,7 +533,8 @@ def write_directory(directory: Path, fill, replace: bool = True) -> None:
         os.rename(temporary, directory)  # fails where `directory` still is
     except (OSError, SafetensorError) as error:
         if replace or not directory.exists():  # else another process was first
-            raise TrainingFailed(f"cannot write {directory}: {getattr(error, 'strerror', None) or error}") from error
+            raise TrainingFailed(f"cannot write {directory}: {getattr(error, 'strerror', None) or error}"
+                                 + "; --resume does it again" * replace) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
@@ -677,7 +681,7 @@ def read_rows(data: str, split: str) -> list[tuple[dict, str]]:
     elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.isfile(data):
         return read_json_lines(Path(data))
     else:
-        with one_line_errors(f"{data}: no such file; for a dataset of the hub, pip install datasets"):
+        with one_line_errors(f"{data}: no such file; for a dataset (a hub id or a directory), pip install datasets"):
             import datasets
         name, config, own_split = (data.split(":") + [None, None])[:3]
         with one_line_errors(f"{data}: cannot load that dataset"):
@@ -1108,8 +1112,8 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
 
 
 def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: int) -> int:
-    """How many rows may be decoded at once. Half of the free memory is for their KV cache, the activations of one
-    layer's MLP while the prompts are read, and what is made of a row's logits to pick a token."""
+    """How many rows may be decoded at once. Half of the free memory is for their KV cache, what one layer's MLP and
+    attention hold while the prompts are read, and what is made of a row's logits to pick a token."""
     config = model.config.get_text_config()
 
     def size(name):  # None where the architecture has no such thing (Mamba), or it differs by layer (Gemma 4)
@@ -1125,7 +1129,9 @@ def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: in
     # in numbers, not bytes, for each row; a prompt is read once for its whole group
     cache = 2 * config.num_hidden_layers * heads * head_dim * (prompt_length + max_new_tokens)
     width = np.max(size("intermediate_size") or 4 * config.hidden_size)  # Gemma 3n has a list
-    activations = 3 * width * prompt_length / group_size
+    # the mask; with eager attention (Gemma 2) the scores of all heads, before, in and after the softmax
+    attention = 3 * (size("num_attention_heads") or 1) if model.config._attn_implementation == "eager" else 1
+    activations = (3 * width + attention * prompt_length) * prompt_length / group_size
     logits = (2 + 4 * 4) * config.vocab_size  # bytes: bfloat16, then float32 four times
     return max(1, int(free / 2 / ((cache + activations) * element + logits)))
 
@@ -2409,8 +2415,11 @@ class Run:
         if rank() == 0:
             with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
                 self.drop_later_lines()
-            with one_line_errors(f"--log_to {self.cfg.log_to}: it does not start"):
+            try:
                 self.log = self.open_logger() if self.cfg.log_to != "none" else None
+            except Exception as error:  # W&B's are of no built-in kind
+                raise UserError(f"--log_to {self.cfg.log_to}: it does not start ({error}); after that: --resume"
+                                ) from error
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the last when the terminal goes, but for nohup
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.note_signal)
@@ -2421,10 +2430,12 @@ class Run:
         """--log_to's log(metrics, step=step)."""
         if self.cfg.log_to == "wandb":
             import wandb
+            earlier = sorted((self.directory / "wandb").glob("*run-*-*")) if self.cfg.resume else []  # run-DATE-ID
             return wandb.init(project="rl", name=self.directory.name, config=dataclasses.asdict(self.cfg),
-                              dir=self.directory, resume="allow").log
+                              dir=self.directory, id=earlier[-1].name.split("-")[-1] if earlier else None,
+                              resume="allow").log
         from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(self.directory / "tensorboard")
+        writer = SummaryWriter(self.directory / "tensorboard", purge_step=self.next_step)  # later ones are done again
 
         def log(metrics, step):
             for name, value in metrics.items():
@@ -2594,6 +2605,7 @@ class Run:
                 dcp.save(self.tensors(), checkpoint_id=temporary)
             on_main_rank_first(publish)
         except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+            shutil.rmtree(temporary, ignore_errors=True)  # it may be what fills the disk
             intact = self.checkpoints()[-1].name if self.checkpoints() else "no checkpoint"
             raise TrainingFailed(f"cannot save to {final.parent}: {innermost(error)}; {intact} is intact") from error
 

@@ -267,10 +267,11 @@ def test_greedy_output_is_that_of_generate(architecture, changes):
 
 def test_rows_fit_where_they_take_half_of_the_free_memory(monkeypatch):
     """L = 10, T = 6, G = 4: keys and values of 2 layers, 2 heads of 8 for 16 tokens are 1,024 numbers a row; what the
-    MLP holds while a prompt is read (gate, up, product: 3 · 64 for 10 tokens), shared by 4 rows, 480. Of 4 bytes each.
+    MLP holds while a prompt is read (gate, up, product: 3 · 64 for 10 tokens), shared by 4 rows, 480, and the mask of
+    10 · 10, 25. Of 4 bytes each.
     And 18 bytes for each logit."""
     model, _ = random_model("Qwen2")
-    memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * ((1024 + 480) * 4 + 18 * model.config.vocab_size)}
+    memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * ((1024 + 480 + 25) * 4 + 18 * model.config.vocab_size)}
     monkeypatch.setattr(common.os, "sysconf", memory.get)
     assert common.rows_that_fit(model, 10, 6, 4) == 100
 
