@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 pytest.register_assert_rewrite("helpers")
 
-WITHOUT_TINY_MODEL = {"test_common.py", "test_verifiers.py"}
+WITHOUT_TINY_MODEL = {"test_common.py", "test_data.py", "test_run_details.py", "test_verifiers.py"}
 
 
 @pytest.fixture(scope="session", autouse=True)

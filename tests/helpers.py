@@ -5,6 +5,7 @@ import io
 import json
 import multiprocessing
 import os
+import random
 import re
 import signal
 import subprocess
@@ -102,6 +103,26 @@ def few_problems(folder) -> Path:
     path = Path(folder) / "few.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in common.arithmetic_rows(2, "eval")[:20]))
     return path
+
+
+def few_pairs(folder) -> Path:
+    """A file of twelve pairs whose answers differ in length, right ones against wrong ones."""
+    path, draw, rows = Path(folder) / "pairs.jsonl", random.Random(0), []
+    for i, row in enumerate(common.arithmetic_rows(2, "train")[:12]):
+        right, wrong = (common.worked_answer(row["prompt"], draw, 0, slips) for slips in (0, 1))
+        rows.append({"prompt": row["prompt"], "chosen": right, "rejected": wrong[:-i] if i else wrong})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+class FakeRun(common.Run):
+    """A Run without directory: for its optimizer step."""
+
+    def __init__(self, cfg):
+        self.cfg, self.bad_steps, self.saved = cfg, 0, False
+
+    def save_checkpoint(self):
+        self.saved = True
 
 
 def read_metrics(directory) -> list[dict]:

@@ -2,6 +2,7 @@
 import gzip
 import json
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import common
 from helpers import random_model
@@ -246,6 +248,74 @@ def test_every_rank_gets_the_same_number_of_micro_batches(ranks, blocks):
             logprobs.sum().backward()  # works for T = 0 too
 
 
+def test_recomputed_activations_share_no_prompt(monkeypatch):
+    monkeypatch.setattr(common, "SHARED_TOKENS", 1)
+    model, _ = random_model("Qwen2")
+    ids, mask, completion = common.collate([[5, 6, 7, 8, 9, 10, 11, 12]] * 8, [[7, 8]] * 8, 0)
+    expected = common.token_logprobs(model, ids, mask, completion.shape[1])[0]
+    cfg = SimpleNamespace(freeze_layers=0, gradient_checkpointing=True, lr=1e-4, steps=1, lr_schedule="constant", warmup_steps=0)
+    common.make_optimizer(model, cfg)
+    torch.testing.assert_close(common.token_logprobs(model, ids, mask, completion.shape[1])[0], expected)
+
+
+def test_all_ranks_read_prompts_once_or_none(monkeypatch):
+    monkeypatch.setattr(common, "SHARED_TOKENS", 1)
+    monkeypatch.setattr(common, "on_all_ranks", lambda mine: False)
+    monkeypatch.setattr(common, "read_prompts_once", None)
+    model, _ = random_model("Qwen2")
+    model.head_is_sliceable = True
+    ids, mask, completion = common.collate([[5, 6, 7, 8, 9, 10, 11, 12]] * 8, [[7, 8]] * 8, 0)
+    common.token_logprobs(model, ids, mask, completion.shape[1])
+
+
+def test_the_head_of_falcon_h1_is_scaled():
+    model, _ = random_model("Qwen2")
+    hidden, weight = torch.randn(3, 32), torch.randn(26, 32)
+    plain = common.head_logits(model.config, hidden, weight)
+    model.config.lm_head_multiplier = 0.5
+    torch.testing.assert_close(common.head_logits(model.config, hidden, weight), 0.5 * plain)
+
+
+def test_both_ways_have_the_temperature():
+    model, tokenizer = random_model("Qwen2")
+    input_ids, attention_mask, mask = batch_of_three(tokenizer)
+    both = [function(model, input_ids, attention_mask, mask.shape[1], 0.7)
+            for function in (common.sliced_logprobs, common.unsliced_logprobs)]
+    torch.testing.assert_close(*both, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_slices_add_up_in_float32():
+    """The gradient of bfloat16 hidden states is a sum over the slices: added up in bfloat16 it would lose digits."""
+    torch.manual_seed(0)
+    config = random_model("Qwen2")[0].config
+    hidden, weight = torch.randn(4, 16), torch.randn(512, 16)
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    targets, grads = torch.tensor([0, 5, 100, 511]), []
+    for size in (512, 1):
+        inputs = [x.clone().requires_grad_() for x in (hidden, weight)]
+        common.SlicedLogprobs.apply(config, targets, 1.0, size, *inputs)[0].sum().backward()
+        grads.append(inputs[0].grad.float())
+    torch.testing.assert_close(*grads, rtol=0.02, atol=0.02)
+
+
+def test_a_head_with_a_bias():
+    model, _ = random_model("Qwen2")
+    model.config.num_labels = 1
+    critic = common.AutoModelForSequenceClassification.from_config(model.config)
+    critic.score = torch.nn.Linear(32, 1)
+    critic.score.bias.data.fill_(3.0)
+    ids = torch.tensor([[3, 9, 10, 11]])
+    torch.testing.assert_close(common.sequence_scores(critic, ids, torch.ones_like(ids)),
+                               critic.score(critic.base_model(ids)[0])[0, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_the_size_of_a_micro_batch_is_that_of_its_tensors():
+    """12 tokens each, but 10 + 2 and 2 + 10: side by side they take 2 · 20 as they are stored."""
+    batch = common.Batch(*common.collate([[5] * 10, [5] * 2], [[7] * 2, [7] * 10], 0))
+    for max_tokens, count in ((39, 2), (40, 1)):
+        assert len(list(common.micro_batches(batch, [0, 1], max_tokens))) == count
+
+
 # ------------------------------------------------------------------------------------------------------ sampling
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "Gemma2", "GPT2", "Mistral", "Qwen3", "Gemma4Text", "Lfm2",
@@ -436,6 +506,143 @@ def test_several_eos_ids_all_end_a_completion():
     last = rollout.input_ids[:, -rollout.mask.shape[1]:].gather(1, rollout.lengths[:, None] - 1)[:, 0]
     assert set(last[rollout.finished].tolist()) == {tokenizer.eos_token_id, other_end}
     assert not any("7" in text for text in rollout.completions)  # the end is no part of the text
+
+
+def test_a_prompt_has_a_token_at_least():
+    model, tokenizer = random_model("Qwen2")
+    with pytest.raises(ValueError, match="without tokens"):
+        common.sample(model, tokenizer, ["1+1=?", ""], 1, 4)
+
+
+def test_special_tokens_may_be_drawn():
+    """<pad> and <unk> may be drawn: they are tokens of the completion, but not of its text."""
+    model, tokenizer = random_model("Qwen2")
+    torch.manual_seed(0)
+    rollout = common.sample(model, tokenizer, ["1"] * 64, 1, 20, temperature=3.0)
+    tokens = rollout.input_ids[:, -rollout.mask.shape[1]:][rollout.mask]
+    assert (tokens == tokenizer.unk_token_id).any() and not any("<" + name + ">" in text for name in ("unk", "pad", "eos") for text in rollout.completions)
+
+
+def test_padding_is_the_pad_token():
+    model, tokenizer = random_model("Qwen2")
+    tokenizer.pad_token = "<unk>"
+    torch.manual_seed(0)
+    rollout = common.sample(model, tokenizer, PROMPTS, 8, 30)
+    padding = rollout.input_ids[rollout.attention_mask == 0]
+    assert len(padding) and (padding == tokenizer.pad_token_id).all()
+
+
+def test_every_end_counts():
+    model, tokenizer = random_model("Qwen2")
+    eos = tokenizer.eos_token_id
+    for configured, expected in ((None, [eos]), (7, sorted([eos, 7])), ([7, 8], sorted([eos, 7, 8]))):
+        model.generation_config.eos_token_id = configured
+        assert common.eos_ids(model, tokenizer) == expected
+
+
+def test_finished_at_the_limit():
+    """EOS as the last token that --max_new_tokens allows is an end."""
+    model, tokenizer = random_model("Qwen2")
+    torch.manual_seed(0)
+    rollout = common.sample(model, tokenizer, ["1"], 400, 2)
+    last = rollout.input_ids.gather(1, (rollout.input_ids.shape[1] - 2 + rollout.lengths - 1)[:, None])[:, 0]
+    assert torch.equal(rollout.finished, last == tokenizer.eos_token_id) and (rollout.finished & (rollout.lengths == 2)).any()
+
+
+def test_a_model_without_a_cache(monkeypatch):
+    model, tokenizer = random_model("Qwen2")
+    takes = common.takes
+    monkeypatch.setattr(common, "takes", lambda model, name: name not in ("past_key_values", "cache_params") and takes(model, name))
+    with pytest.raises(common.UserError, match="takes no KV cache"):
+        common.sample(model, tokenizer, PROMPTS, 1, 4)
+
+
+def test_rollouts_of_two_widths_are_joined():
+    """A batch of short prompts and one of long ones: padding goes to the left of prompts and the right of completions."""
+    model, tokenizer = random_model("Qwen2")
+    torch.manual_seed(0)
+    drawn = []
+    for prompts, new_tokens in ((["1+1=?", "2"], 9), (["12+34=?"], 3)):
+        rollout = common.sample(model, tokenizer, prompts, 2, new_tokens)
+        rewards = torch.rand(len(prompts), 2)
+        drawn.append((prompts, rollout, rewards, rewards > 0.5))
+    problems, joined, rewards, correct = common.join_drawn(drawn, tokenizer.pad_token_id)
+    assert problems == ["1+1=?", "2", "12+34=?"] and rewards.shape == correct.shape == (3, 2)
+    assert torch.equal(correct, rewards > 0.5)
+    alone = [(r, i) for _, r, *_ in drawn for i in range(len(r.mask))]
+    T = joined.mask.shape[1]
+    for row, (r, i) in enumerate(alone):
+        assert torch.equal(joined.input_ids[row][joined.attention_mask[row].bool()], r.input_ids[i][r.attention_mask[i].bool()])
+        assert torch.equal(joined.input_ids[row, -T:][joined.mask[row]], r.input_ids[i, -r.mask.shape[1]:][r.mask[i]])
+        assert joined.completions[row] == r.completions[i] and joined.finished[row] == r.finished[i]
+        assert joined.attention_mask[row, -T - 1] == 1  # the prompt ends where the completion begins
+
+
+def test_joined_verdicts_are_not_signs_of_rewards():
+    """What is correct is the verifier's word, not the sign of a reward that a format bonus or a penalty has changed."""
+    rollout = common.Rollout(torch.ones(2, 3).long(), torch.ones(2, 3).long(), torch.ones(2, 1).bool(), ["a", "b"], torch.ones(2).bool())
+    correct = torch.tensor([[True, False]])
+    assert torch.equal(common.join_drawn([(["p"], rollout, torch.tensor([[-0.5, 0.5]]), correct)], 0)[3], correct)
+
+
+def test_attention_of_one_token_has_the_models_scale():
+    """Granite scales by attention_multiplier, Gemma 3 by query_pre_attn_scalar: not by 1/sqrt(head_dim)."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 4, 1, 8), torch.randn(3, 2, 6, 8), torch.randn(3, 2, 6, 8)
+    mask = torch.arange(6)[None, None, None] < torch.tensor([6, 3, 1])[:, None, None, None]
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    for scaling in (None, 0.05):
+        torch.testing.assert_close(common.one_token_attention(module, query, key, value, mask, scaling=scaling)[0],
+                                   sdpa_attention_forward(module, query, key, value, mask, scaling=scaling)[0])
+
+
+def test_draws_are_exact():
+    """Against float64 throughout: each draw is the first token whose cumulative probability exceeds the number."""
+    torch.manual_seed(0)
+    logits = torch.full((1, 3000), math.log(5e-9)) + torch.rand(1, 3000)
+    logits[0, 0], logits[0, 1500] = 0.0, 0.0
+    weights = (logits - logits.amax()).exp().double().cumsum(-1)[0]
+    wanted = torch.cat([torch.arange(1, 200), torch.arange(1400, 1700)])
+    uniforms = (weights[wanted - 1] + weights[wanted]) / 2 / weights[-1]  # amid each of these tokens' share
+    assert torch.equal(common.pick_tokens(logits.expand(len(wanted), -1), uniforms, 1.0), wanted)
+
+
+def test_no_block_without_probability():
+    """The first 512 tokens, which are summed together, are impossible, and so are the last ones."""
+    logits = torch.full((1, 1600), -math.inf)
+    logits[0, 600:1000] = 0.0
+    for u in (0.0, 0.5, 1 - 2 ** -53):
+        assert 600 <= common.pick_tokens(logits, torch.tensor([u], dtype=torch.float64), 1.0).item() < 1000
+
+
+def test_no_draw_beyond_the_last_token():
+    """The block's sum and its cumulative sum round differently."""
+    torch.manual_seed(0)
+    logits = torch.randn(4000, 600) * 10
+    logits[:, 512:] = -math.inf
+    uniforms = torch.full((4000,), 1 - 2 ** -53, dtype=torch.float64)
+    assert (common.pick_tokens(logits, uniforms, 1.0) < 512).all()
+
+
+def test_rows_fit_by_the_models_head_width(monkeypatch):
+    model, _ = random_model("Qwen3", head_dim=16)
+    memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * ((2048 + 480 + 25) * 4 + 18 * model.config.vocab_size)}
+    monkeypatch.setattr(common.os, "sysconf", memory.get)
+    assert common.rows_that_fit(model, 10, 6, 4) == 100
+
+
+def test_rows_fit_with_the_scores_of_eager_attention(monkeypatch):
+    model, _ = random_model("Qwen2")
+    model.config._attn_implementation = "eager"
+    memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * ((1024 + 480 + 25 * 3 * 4) * 4 + 18 * model.config.vocab_size)}
+    monkeypatch.setattr(common.os, "sysconf", memory.get)
+    assert common.rows_that_fit(model, 10, 6, 4) == 100
+
+
+def test_one_row_always_fits(monkeypatch):
+    model, _ = random_model("Qwen2")
+    monkeypatch.setattr(common.os, "sysconf", lambda name: 1)
+    assert common.rows_that_fit(model, 10, 6, 4) == 1
 
 
 # -------------------------------------------------------------------------------------------------------- models
@@ -677,3 +884,80 @@ def test_a_list_of_experts_is_not_taken_for_the_layers():
     model, _ = random_model("Qwen2")
     model.model.layers[0].mlp = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(5))
     assert common.decoder_layers(model) is model.model.layers
+
+
+def rollout_of(*texts):
+    return common.Rollout(None, None, torch.ones(len(texts), 1, dtype=torch.bool), list(texts), torch.ones(len(texts), dtype=torch.bool))
+
+
+def reward_function(tmp_path, body, name="reward.py"):
+    (tmp_path / name).write_text(body)
+    return f"{tmp_path / name}:f"
+
+
+def test_a_reward_of_0_is_wrong(tmp_path):
+    spec = reward_function(tmp_path, "def f(prompt, completion, row): return float(completion)\n")
+    score = common.load_reward(SimpleNamespace(reward=spec, format_reward=0.5))
+    problems = [common.Problem("1+1=?", [], "2", {})]
+    rewards, correct = score(problems, rollout_of("-1", "0", "0.5", "1"))
+    assert rewards.tolist() == [[-1, 0, 0.5, 1]] and correct.tolist() == [[False, False, True, True]]
+
+
+def test_what_a_reward_function_is_given(tmp_path):
+    spec = reward_function(tmp_path, "def f(prompt, completion, row): return (prompt, completion, row['id']) == ('p', 'c', 7)\n")
+    judge = common.load_reward_function(spec)
+    assert judge(common.Problem("p", [], "2", {"id": 7}), "c") is not True and judge(common.Problem("p", [], "2", {"id": 7}), "c") == 1.0
+
+
+def test_a_reward_function_may_import_its_neighbour(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_neighbour_module.py").write_text("VALUE = 3.0\n")
+    spec = reward_function(tmp_path, "def f(prompt, completion, row):\n    import my_neighbour_module\n    return my_neighbour_module.VALUE\n")
+    assert common.load_reward_function(spec)(common.Problem("p", [], "2", {}), "c") == 3.0
+
+
+def test_a_colon_in_the_path_of_a_reward_function(tmp_path):
+    (tmp_path / "a:b").mkdir()
+    assert common.load_reward_function(reward_function(tmp_path / "a:b", "def f(prompt, completion, row): return 1\n"))
+
+
+def test_a_reward_model_reads_the_prompt_in_its_own_template():
+    """Another model reads the prompt in its own chat template, with the run's system prompt; its BOS stands once."""
+    from tokenizers import processors
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}={% endfor %}"
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<unk> $A", special_tokens=[("<unk>", tokenizer.unk_token_id)])
+    problem = common.Problem("as the policy has it", [], None, {"prompt": "1"})
+    rollout = common.Rollout(None, None, torch.ones(2, 1), ["2", "3"], torch.tensor([True, False]))
+    batch = common.retokenize([problem] * 2, rollout, tokenizer, "0")
+    texts = [tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(batch.input_ids, batch.attention_mask)]
+    assert texts == ["0=1=2<eos>", "0=1=3"]
+
+
+def test_accuracy_avg_and_pass(monkeypatch):
+    calls = []
+    def sample(policy, tokenizer, prompts, group_size, max_new_tokens, temperature=1.0, greedy=False):
+        calls.append((group_size, max_new_tokens, temperature, greedy))
+        return group_size
+    monkeypatch.setattr(common, "sample", sample)
+    def score(problems, k):
+        return None, torch.tensor([[True], [False]]) if k == 1 else torch.tensor([[True, False], [False, False]])
+    cfg = SimpleNamespace(max_new_tokens=8, eval_samples=2, temperature=0.6)
+    problems = [common.Problem("1", [5], "1", {})] * 2
+    assert common.evaluate(None, None, problems, score, cfg) == {"eval_accuracy": 0.5, "eval_avg@2": 0.25, "eval_pass@2": 0.5}
+    assert [call[0] for call in calls] == [1, 2] and calls[0][3] and calls[1] == (2, 8, 0.6, False)
+    assert common.evaluate(None, None, [], score, cfg) == {}
+
+
+def test_a_step_without_signal_is_named(capsys):
+    common.warn_without_signal(3, torch.tensor([0.0, 1.0]))
+    assert not capsys.readouterr().err
+    common.warn_without_signal(3, torch.zeros(2))
+    assert "step 3" in capsys.readouterr().err
+
+
+def test_a_mean_over_nothing_is_0():
+    meter = common.Meter()
+    meter.add(0, kl=3.0)
+    assert meter.means() == {"kl": 0.0}

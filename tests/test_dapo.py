@@ -184,7 +184,7 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
     unit_of = {"token": lambda i: 0, "prompt": lambda i: i // 4, "sequence": lambda i: i}[average]
     steps = record_run(
         monkeypatch, "dapo.py", tmp_path / "run", "--steps", 2, "--prompts_per_step", 6, "--group_size", 4,
-        "--minibatches", 2, "--updates_per_batch", 2, "--max_new_tokens", 21, "--temperature", 0.8, "--clip_low", 0.01,
+        "--minibatches", 2, "--updates_per_batch", 2, "--max_new_tokens", 21, "--temperature", 1.3, "--clip_low", 0.01,
         "--clip_high", 0.06, "--overlong_buffer", 4, "--loss_average", average, "--lr", 2e-4, "--max_grad_norm", 0.5,
         "--micro_batch_tokens", 200, *switches)
     policy = load_tiny_model()
@@ -203,7 +203,7 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
         kept = [4 * p + g for p in prompts for g in range(4)]  # the completions to train on, numbered as drawn
         trained = lengths * finished if "--overlong_filtering" in switches else lengths  # tokens with a loss
         with torch.no_grad():
-            old = {i: plain_logprobs(policy, *drawn[i], 0.8) for i in kept}
+            old = {i: plain_logprobs(policy, *drawn[i], 1.3) for i in kept}
         updates, clipped = [], []
         for minibatch in torch.tensor(kept)[step.orders[0]].tensor_split(2) * 2:
             loss = 0
@@ -212,7 +212,7 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
             for i in rows:
                 tokens[unit_of(i)] += trained[i]
             for i in minibatch[trained[minibatch] > 0].tolist():
-                ratio = (plain_logprobs(policy, *drawn[i], 0.8) - old[i]).exp()
+                ratio = (plain_logprobs(policy, *drawn[i], 1.3) - old[i]).exp()
                 unclipped, bounded = ratio * advantages[i], ratio.clamp(0.99, 1.06) * advantages[i]
                 objective = torch.min(unclipped, bounded).sum() / tokens[unit_of(i)] / len(tokens)  # eq. 8
                 loss = loss - objective * len(rows) / len(minibatch)  # minibatches of a step have eq. 12 as their mean
@@ -246,3 +246,42 @@ def test_without_an_informative_group_the_step_makes_no_update(tmp_path):
                       tmp_path / "run")
     assert done.returncode == 0 and "0 of 4 groups" in done.stderr, done.stderr
     assert [(m["grad_norm"], m["loss"], m["kept_fraction"]) for m in read_metrics(tmp_path / "run")[1:]] == [(0, 0, 0)] * 2
+
+
+@pytest.mark.parametrize("reward", [0.1, -3.3333333, 1e6])
+def test_equal_rewards_give_exactly_zero(reward):
+    assert (dapo.group_advantages(torch.full((3, 7), reward)) == 0).all()
+    assert (dapo.group_advantages(torch.full((3, 1), reward)) == 0).all()
+
+
+@pytest.mark.parametrize("difference", [-5000.0, 5000.0])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_huge_log_ratios_stay_finite(difference, advantage):
+    logprobs = torch.tensor([[difference]], requires_grad=True)
+    loss, _ = dapo.dapo_loss(logprobs, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1), 0.2, 0.28)
+    loss.backward()
+    assert loss.isfinite() and logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("average, size", [("prompt", 4), ("sequence", 1)])
+def test_the_units_of_the_loss_average(average, size, tmp_path, monkeypatch):
+    """A mean per prompt has units of G rows, one per completion has units of one. (Lengths must differ within a prompt to show
+    it in the loss: those of the tiny model's answers hardly do.)"""
+    units, weigh = [], dapo.unit_token_weights
+    monkeypatch.setattr(dapo, "unit_token_weights", lambda mask, unit_of: (units.append((mask, unit_of)), weigh(mask, unit_of))[1])
+    [step] = record_run(monkeypatch, "dapo.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 3, "--group_size", 4,
+                        "--no_dynamic_sampling", "--loss_average", average)
+    [(mask, unit_of)], [rollout], [order] = units, step.rollouts, step.orders
+    assert torch.equal(mask, rollout.mask[order]) and torch.equal(unit_of, order // size)
+
+
+def test_dynamic_sampling_counts_the_share_over_all_that_was_drawn():
+    """5 of 10, then 4 of 10: one more at a share of 9/20 needs three."""
+    asked, kinds = [], "m" * 5 + "1" * 5 + "m" * 4 + "1" * 6 + "m" * 9
+
+    def roll_out(count):
+        first = sum(asked)
+        asked.append(count)
+        correct = torch.tensor([[True, kind == "1"] for kind in kinds[first:first + count]])
+        return None, None, correct.float(), correct
+    assert len(dapo.dynamic_sampling(roll_out, 10, 5)[1]) == 10 and asked == [10, 10, 3]

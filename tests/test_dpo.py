@@ -228,3 +228,44 @@ def test_broken_preference_rows_are_named(tmp_path, row, message):
     path.write_text(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}) + "\n" + json.dumps(row))
     with pytest.raises(common.UserError, match=f"pairs.jsonl line 2: .*{message}"):
         common.read_preferences(str(path))
+
+
+def test_pair_accuracy_is_of_the_implicit_reward_and_a_tie_is_none():
+    """Against the reference the answer that is less likely may be the one preferred: h = (−3 + 9) − (−1 + 2) = 5."""
+    _, stats = dpo.dpo_loss(*(torch.tensor([x, -1.0]) for x in (-3.0, -1.0, -9.0, -2.0)), beta=1.0)
+    assert stats["pair_accuracy"] == 0.5 and stats["chosen_logprobs"] == -2 and stats["rejected_logprobs"] == -1  # the second ties
+
+
+def test_a_step_without_a_pair_makes_no_update(tmp_path, monkeypatch):
+    """Two equal rewards are a tie: the schedule does not move either."""
+    (tmp_path / "reward.py").write_text("def same(prompt, completion, row):\n    return 1.0\n")
+    steps = record_run(monkeypatch, "dpo.py", tmp_path / "run", "--on_policy", "--steps", 2, "--pairs_per_step", 2,
+                       "--warmup_steps", 2, "--reward", f"{tmp_path / 'reward.py'}:same")
+    assert [(step.updates, step.metrics["ties"], step.metrics["lr"], step.metrics["loss"]) for step in steps] == [([], 2, 0, 0)] * 2
+
+
+def test_all_pairs_of_a_ranking_are_trained_on(tmp_path, monkeypatch):
+    """Three answers make three pairs, two of which are in the order that `responses` has."""
+    path = tmp_path / "ranked.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1=?", "responses": ["2", "11", "3"]}) + "\n")
+    [step] = record_run(monkeypatch, "dpo.py", tmp_path / "run", "--data", path, "--eval_data", path, "--steps", 1,
+                        "--pairs_per_step", 3)
+    assert sorted(pair.answers for pair in step.batches[0]) == [["11", "3"], ["2", "11"], ["2", "3"]]
+    tokenizer, policy = common.tiny_tokenizer(), load_tiny_model()
+    ids = {text: tokenizer.encode(text) + [tokenizer.eos_token_id] for text in ("2", "11", "3")}
+
+    def logprob(text):
+        return distributions(policy, torch.tensor(tokenizer.encode("1+1=?") + ids[text]), len(ids[text])).log_prob(
+            torch.tensor(ids[text])).sum().item()
+
+    assert step.metrics["chosen_logprobs"] == pytest.approx((2 * logprob("2") + logprob("11")) / 3, rel=1e-4)
+    assert step.metrics["rejected_logprobs"] == pytest.approx((2 * logprob("3") + logprob("11")) / 3, rel=1e-4)
+    assert step.metrics["loss"] == pytest.approx(math.log(2), rel=1e-4)  # each pair against its own reference
+
+
+def test_the_built_in_evaluation_is_on_held_out_problems(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(common, "evaluate", lambda policy, tokenizer, problems, *rest: (asked.extend(problems), {})[1])
+    done = run_script("dpo.py", "--steps", 1, "--pairs_per_step", 2, "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert {p.prompt for p in asked} == {row["prompt"] for row in common.arithmetic_rows(2, "eval")}

@@ -1,4 +1,5 @@
 """Dr. GRPO by hand: no std, no length, no KL; and the diff to grpo.py."""
+import math
 import subprocess
 
 import pytest
@@ -92,3 +93,25 @@ def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
         assert "kl" not in step.metrics and rollout.lengths.max() < 40
     assert_same_weights(tmp_path / "run", policy)
     assert any(step.metrics["clip_fraction"] > 0 for step in steps)  # ε is small enough to matter
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e38])
+def test_nothing_under_the_mask_matters(garbage):
+    weights = torch.tensor([[0.5, 0.0], [0.0, 0.0]])
+    results = []
+    for fill in (0.0, garbage):
+        logprobs = torch.tensor([[-1.0, fill], [fill, fill]], requires_grad=True)
+        loss, stats = dr_grpo.dr_grpo_loss(logprobs, torch.tensor([[-1.1, fill], [fill, fill]]), torch.tensor([2.0, fill]),
+                                           weights, 0.2)
+        loss.backward()
+        results.append((loss.detach(), logprobs.grad, stats["clip_fraction"]))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("difference", [-5000.0, 5000.0])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_huge_log_ratios_stay_finite(difference, advantage):
+    logprobs = torch.tensor([[difference]], requires_grad=True)
+    loss, _ = dr_grpo.dr_grpo_loss(logprobs, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1), 0.2)
+    loss.backward()
+    assert loss.isfinite() and logprobs.grad.isfinite().all()

@@ -450,7 +450,7 @@ def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, mi
         "--updates_per_batch", 2, "--max_new_tokens", 21, "--temperature", 0.8, "--gamma", gamma, "--lam", lam,
         "--kl_coef", beta, *["--kl_target", 3] * (beta > 0), "--entropy_coef", bonus, "--clip_eps", 0.05,
         "--value_clip_eps", 0.1, "--value_coef", 0.5, "--missing_eos_score", "none" if missing is None else missing,
-        "--lr", 2e-4, "--value_lr", 1e-3, "--max_grad_norm", 0.5, "--micro_batch_tokens", 200)
+        "--lr", 2e-4, "--value_lr", 1e-3, "--max_grad_norm", 0.5, "--micro_batch_tokens", 80)
     policy, reference = load_tiny_model(), load_tiny_model()
     critic = AutoModelForSequenceClassification.from_pretrained(
         common.build_tiny_model("arithmetic"), num_labels=1).eval()  # the policy's body, a head of zeros
@@ -537,3 +537,43 @@ def test_completions_without_eos_get_their_score_and_the_kl_coefficient_survives
 def test_mistakes_are_one_line(tmp_path, flags, word):
     done = run_script("ppo.py", "--output_dir", tmp_path / "run", *flags)
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and word in done.stderr
+
+
+def test_equal_advantages_are_exactly_zero_for_any_count():
+    """0.3 twenty-one times: their sum rounds, and 3e-8 / 1e-8 would be an advantage."""
+    assert (ppo.whiten(torch.full((3, 7), 0.3), torch.ones(3, 7).bool()) == 0).all()
+
+
+def save_scorer(directory, spread):
+    policy, tokenizer = random_model("Llama")
+    policy.config.num_labels = 1
+    torch.manual_seed(0)
+    scorer = AutoModelForSequenceClassification.from_config(policy.config)
+    torch.nn.init.normal_(scorer.score.weight, std=spread)
+    for part in (scorer, tokenizer):
+        part.save_pretrained(directory)
+
+
+def test_a_reward_models_scores_are_normalised_and_then_those_without_eos_replaced(tmp_path, monkeypatch):
+    """(score − mean) / std over the whole first rollout; then −2 where there is no EOS, as --missing_eos_score says."""
+    save_scorer(tmp_path / "rm", 0.3)
+    [step] = record_run(monkeypatch, "ppo.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 16, "--max_new_tokens", 21,
+                        "--temperature", 1.3, "--reward", tmp_path / "rm", "--missing_eos_score", -2)
+    [rollout], [problems] = step.rollouts, step.batches
+    scores, _ = common.load_reward(ppo.Config(reward=str(tmp_path / "rm")))(problems, rollout)
+    finished = plain_finished(rollout)
+    expected = ((scores - scores.mean()) / scores.std(correction=0))[:, 0].where(finished, -2.0)
+    assert 0 < finished.sum() < 16 and step.metrics["reward"] == pytest.approx(expected.mean().item(), rel=1e-4)
+
+
+def test_scores_that_are_all_equal_are_not_divided_by_0(tmp_path, monkeypatch):
+    save_scorer(tmp_path / "rm", 0.0)
+    [step] = record_run(monkeypatch, "ppo.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 4, "--reward", tmp_path / "rm",
+                        "--missing_eos_score", "none", "--updates_per_batch", 1)
+    assert step.metrics["reward"] == 0 and math.isfinite(step.metrics["loss"])
+
+
+def test_a_score_without_eos_is_a_finite_number(tmp_path):
+    for value in ("nan", "inf", "low"):
+        done = run_script("ppo.py", "--output_dir", tmp_path / "run", "--missing_eos_score", value)
+        assert done.returncode == 2 and "--missing_eos_score" in done.stderr

@@ -170,3 +170,39 @@ def test_plain_transformers_reads_the_same_scores_from_the_saved_model(run_step,
     torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(alone, own.detach(), rtol=1e-4, atol=1e-5)
     assert model.config.num_labels == 1 and model.config.reward_shift == pytest.approx(alone.mean().item(), rel=1e-4)
+
+
+def test_calibration_error_weighs_bins_by_size_and_certainty_joins_the_last_bin():
+    """Three at σ = .62, right, one at .68, wrong: (3·.38 + .68) / 4. And 1 − 2e-22, wrong, with .98, right: |.99 − .5|."""
+    assert reward_model.calibration_error(torch.tensor([0.62, 0.62, 0.62, 0.32]).logit()) == pytest.approx(0.455, abs=1e-6)
+    last = (1 + torch.sigmoid(torch.tensor(4.0)).item()) / 2
+    assert reward_model.calibration_error(torch.tensor([-50.0, 4.0])) == pytest.approx(last - 0.5, abs=1e-6)
+
+
+def test_a_tie_is_not_right_in_training_and_half_right_in_the_evaluation():
+    assert reward_model.preference_loss(torch.ones(1), torch.ones(1))[1]["pair_accuracy"] == 0
+    tokenizer, cfg = common.tiny_tokenizer(), reward_model.Config()
+    rows = [{"prompt": "1+1=?", "chosen": "2", "rejected": "11"}, {"prompt": "1+1=?", "chosen": "11", "rejected": "2"},
+            {"prompt": "12+34=?", "chosen": "46", "rejected": "4"}, {"prompt": "12+34=?", "chosen": "4", "rejected": "46"}]
+    preferences = common.encode_preferences([common.read_preference(row) for row in rows], tokenizer, cfg, "--data")
+    model, _ = random_model("Qwen2")
+    model.config.num_labels = 1
+    torch.manual_seed(0)
+    scorer = AutoModelForSequenceClassification.from_config(model.config).eval()
+    torch.nn.init.normal_(scorer.score.weight)
+    metrics = reward_model.evaluate(scorer, preferences, tokenizer.pad_token_id, cfg, "cpu")  # each pair both ways round
+    assert metrics["eval_pair_accuracy"] == 0.5 and metrics["eval_margin"] == pytest.approx(0, abs=1e-6)
+    assert reward_model.evaluate(scorer, preferences[::2], tokenizer.pad_token_id, cfg, "cpu")["eval_margin"] != pytest.approx(0, abs=1e-3)
+    torch.nn.init.zeros_(scorer.score.weight)  # all tie
+    assert reward_model.evaluate(scorer, preferences, tokenizer.pad_token_id, cfg, "cpu")["eval_pair_accuracy"] == 0.5
+
+
+def test_the_pad_token_to_save_is_a_special_one_and_never_the_eos():
+    tokenizer = common.tiny_tokenizer()
+    assert reward_model.pad_unlike_eos(tokenizer) == common.tiny_tokenizer().pad_token_id  # it had one of its own
+    tokenizer.pad_token = tokenizer.eos_token
+    pad = reward_model.pad_unlike_eos(tokenizer)
+    assert tokenizer.added_tokens_decoder[pad].special and pad == tokenizer.pad_token_id != tokenizer.eos_token_id
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.eos_token = tokenizer.pad_token  # the first of all special tokens
+    assert reward_model.pad_unlike_eos(tokenizer) == tokenizer.pad_token_id != tokenizer.eos_token_id

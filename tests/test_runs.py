@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import common
-from helpers import ROOT, few_problems, fork_script, random_model, read_metrics, run_script
+from helpers import ROOT, FakeRun, few_problems, fork_script, random_model, read_metrics, run_script
 
 SCRIPTS = ["grpo", "dapo", "dr_grpo", "ppo", "dpo", "dpo --on_policy", "reward_model"]
 LARGE_GROUPS = "grpo --prompts_per_step 8 --group_size 32"  # which have each prompt read once for all its completions
@@ -316,16 +316,6 @@ def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
     (out / "metrics.jsonl").write_text("no metrics")
     afresh = run_script("grpo.py", "--steps", 1, *flags, "--overwrite")
     assert afresh.returncode == 0 and (out / "metrics.jsonl").read_text().startswith('{"step": 0')
-
-
-class FakeRun(common.Run):
-    """A Run without directory: for its optimizer step."""
-
-    def __init__(self, cfg):
-        self.cfg, self.bad_steps, self.saved = cfg, 0, False
-
-    def save_checkpoint(self):
-        self.saved = True
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

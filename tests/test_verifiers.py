@@ -36,6 +36,12 @@ def test_the_last_answer_is_extracted(text, answer):
     assert extract_answer(text) == answer
 
 
+def test_of_a_long_text_the_end_counts():
+    assert extract_answer("so " * 20_000 + "<answer>5</answer>") == "5"
+    assert extract_answer("<answer>5</answer>" + "so " * 20_000) is None
+    assert is_equivalent("a" * 500, " " + "a" * 500) and not is_equivalent("a" * 500, "a" * 499 + "b")
+
+
 SAME = [
     # numbers
     ("1,234", "1234"), ("27.0", "27"), ("0.5", "1/2"), (".5", "\\frac12"), ("\\frac{3}{4}", "3/4"),
@@ -101,7 +107,14 @@ SAME = [
     # spellings, and what cannot be read
     ("6 \\div 4", "3/2"), ("x \\lt 3", "3 \\gt x"), ("x \\neq 2", "2 \\ne x"), ("(1;2)", "(1,2)"), ("∞", "\\infty"),
     ("2⅓", "7/3"), ("1¾", "\\frac74"), ("½+¼", "3/4"), ("⅔", "2/3"), ("\\dbinom{5}{2}", "10"), ("f\\colon 3", "f:3"),
-    ("⊢7", "⊢ 7")]
+    ("⊢7", "⊢ 7"), ("5 trillion", "5*10^{12}"), ("3 thousand", "3000"), ("2 hundred", "200"), ("2·3", "6"), ("2⋅3", "6"),
+    ("€5", "5"), ("£5", "5"), ("3 – 5", "-2"), ("x \\geq 2", "[2,\\infty)"), ("x \\leqslant 2", "(-\\infty,2]"),
+    ("\\mathbb{R}", "ℝ"),
+    # what binds how strongly, and each function
+    ("-2^2", "-4"), ("(-8)^{2/3}", "4"), ("2^3\\frac12", "4"), ("\\ln e", "1"), ("\\arcsin 1", "\\frac{\\pi}{2}"),
+    ("\\arccos 1", "0"), ("\\arctan 1", "\\frac{\\pi}{4}"), ("\\sec x", "\\frac{1}{\\cos x}"),
+    ("\\csc x", "\\frac1{\\sin x}"), ("\\cot x", "\\frac{\\cos x}{\\sin x}"), ("\\tanh x", "\\frac{\\sinh x}{\\cosh x}"),
+    ("1\\pm2\\mp3", "0,2"), ("x = y + 1 = 5", "5"), ("(1,2)", "1,2"), ("(E) 5", "5")]
 
 
 @pytest.mark.parametrize("a, b", SAME)
@@ -132,13 +145,14 @@ def test_the_same_answer_written_another_way(a, b):
     ("2m-3", "2"), ("2m/3", "2"), ("3L/2", "3"), ("4g-2", "4"), ("2g(3)", "2"), ("5 m", "5 mm"), ("5 m", "5 ml"),
     ("a+d", "b+c"), ("p+s", "q+r"), ("a-b", "y-z"), ("2k", "j+l"), ("2:00", "8"), ("1:00", "1"), ("x_0", "x^3"),
     ("x_1+x_4", "x_2+x_3"), ("x_1+y_2", "x_2+y_1"),
+    ("x\\le3", "-x\\le-3"), ("5 mm", "5 meters"), ("X", "x"), ("2.5!", "2"), ("1234,567", "1234567"), ("(A) (C)", "(C)"),
+    ("", ""), ("None", None),
     ("x=5", "x+2=7.5"), ("2x=10", "10"), ("\\infty", "5"), ("(2,\\infty)", "(2,5)"), ("2xy", "2"), ("2 x", "2"),
     ("A", "B"), ("Tuesday", "Monday"), ("3:30", "3:31"), ("1010_2", "1010_3"), ("", "5"), (None, "5"),
     ("(-1)^a", "(-1)^f"), ("(-1)^F", "1"), ("(-3)^{-1}", "-0.33333333333333333"),
     ("9**9**9", "1"), ("__import__('os').system('true')", "0"), ("1/0", "1/0 + 1")])
 def test_another_answer(a, b):
-    assert not is_equivalent(a, b)
-    assert a is None or not is_equivalent(b, a)
+    assert not is_equivalent(a, b) and not is_equivalent(b, a)
 
 
 HOSTILE = [

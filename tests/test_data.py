@@ -1,0 +1,413 @@
+"""What becomes of flags, models, rows and prompts before anything is trained on them."""
+import importlib
+import json
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import common
+from helpers import random_model
+
+cpu = torch.device("cpu")
+
+
+# ------------------------------------------------------------------------------------------------------- flags
+
+@pytest.mark.parametrize("script, name, value", [
+    ("grpo", "save_every", 0), ("grpo", "eval_every", 0), ("grpo", "max_bad_steps", 0), ("grpo", "warmup_steps", -1),
+    ("grpo", "kl_coef", -0.1), ("dpo", "label_smoothing", 0.6), ("grpo", "temperature", 0), ("dpo", "beta", 0)])
+def test_a_flag_out_of_range(script, name, value):
+    with pytest.raises(common.UserError, match=f"--{name} .*must be"):
+        common.parse_config(importlib.import_module(script).Config, [f"--{name}={value}"])
+
+
+def test_a_wide_clip_is_allowed():
+    assert common.parse_config(importlib.import_module("dapo").Config, ["--clip_high", "5"]).clip_high == 5
+
+
+def test_as_many_minibatches_as_completions():
+    Config = importlib.import_module("grpo").Config
+    flags = ["--prompts_per_step", "2", "--group_size", "4", "--minibatches"]
+    assert common.parse_config(Config, [*flags, "8"]).minibatches == 8
+    with pytest.raises(common.UserError, match="more than"):
+        common.parse_config(Config, [*flags, "9"])
+
+
+def test_flags_are_not_abbreviated():
+    with pytest.raises(common.UserError, match="did you mean --steps"):
+        common.parse_config(importlib.import_module("grpo").Config, ["--step", "3"])
+
+
+def test_an_interruption_before_the_first_step(monkeypatch):
+    def main(cfg):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    with pytest.raises(SystemExit) as stopped:
+        common.launch(main, common.RunConfig)
+    assert stopped.value.code == 130
+
+
+def test_an_error_is_one_line(monkeypatch, capsys):
+    def main(cfg):
+        raise common.UserError("first\n  second")
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    with pytest.raises(SystemExit):
+        common.launch(main, common.RunConfig)
+    assert capsys.readouterr().err.splitlines()[-1] == "grpo.py: error: first second"
+
+
+@pytest.mark.parametrize("function, advice", [("load_model", "while loading the model"), ("optimizer_step", "in the optimizer step")])
+def test_the_phase_that_ran_out_of_memory(function, advice):
+    scope = {}
+    exec(f"def {function}(): raise MemoryError", scope)
+    try:
+        scope[function]()
+    except MemoryError as error:
+        assert advice in common.memory_advice(error)
+
+
+def test_an_error_of_rank_0_reaches_all(monkeypatch):
+    """If it stayed on rank 0, the others would wait."""
+    told = []
+    monkeypatch.setattr(common, "from_main_rank", lambda value: told.append(value) or value)
+    def full():
+        raise OSError(28, "No space left on device")
+    with pytest.raises(OSError):
+        common.on_main_rank_first(full)
+    assert len(told) == 1 and told[0].errno == 28
+
+
+def test_ranks_leave_together(monkeypatch):
+    """Under torchrun a stopped run ends with its signal's code on every rank."""
+    left = []
+    monkeypatch.setattr(common, "world_size", lambda: 2)
+    monkeypatch.setattr(common.dist, "barrier", lambda: left.append("waited"))
+    monkeypatch.setattr(common.os, "_exit", left.append)
+    with pytest.raises(SystemExit):
+        common.leave_together(143)
+    assert left == ["waited", 143]
+
+
+# ------------------------------------------------------------------------------------------------------ models
+
+def save(path, architecture="Qwen2", resize=None, **changes):
+    model, tokenizer = random_model(architecture, **changes)
+    if resize:
+        model.resize_token_embeddings(resize)
+    for part in (model, tokenizer):
+        part.save_pretrained(path)
+    return model, tokenizer
+
+
+def policy_config(path, **more):
+    return SimpleNamespace(model=str(path), data="arithmetic", trust_remote_code=False, **more)
+
+
+def test_a_frozen_model_takes_no_gradient(tmp_path):
+    model, tokenizer = random_model("Qwen2")
+    model.save_pretrained(tmp_path)
+    assert not any(p.requires_grad for p in common.load_model(str(tmp_path), cpu, trainable=False).parameters())
+    assert all(p.requires_grad for p in common.load_model(str(tmp_path), cpu).parameters())
+
+
+def test_the_reference_is_frozen(tmp_path):
+    random_model("Qwen2")[0].save_pretrained(tmp_path)
+    reference = common.load_reference(SimpleNamespace(model=str(tmp_path), trust_remote_code=False), cpu)
+    assert not any(p.requires_grad for p in reference.parameters())
+
+
+def test_dropout_is_off_under_its_other_names(tmp_path):
+    """resid_pdrop, embd_pdrop, attn_pdrop."""
+    random_model("GPT2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)[0].save_pretrained(tmp_path)
+    policy = common.load_model(str(tmp_path), cpu)
+    assert {module.p for module in policy.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
+
+
+def test_dropout_is_off_in_the_text_part(tmp_path):
+    text = dict(vocab_size=26, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, head_dim=8, attention_dropout=0.5)
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    policy = common.load_model(str(tmp_path), cpu)
+    assert policy.config.get_text_config().attention_dropout == 0
+
+
+def test_a_frozen_reward_model_needs_its_head(tmp_path):
+    """transformers would draw it at random."""
+    random_model("Qwen2")[0].save_pretrained(tmp_path)
+    with pytest.raises(common.UserError, match="no weights for score.weight"):
+        common.load_model(str(tmp_path), cpu, trainable=False, cls=common.AutoModelForSequenceClassification, num_labels=1)
+
+
+def test_a_classifier_without_a_scalar_head(tmp_path):
+    config = random_model("Bert")[0].config
+    config.num_labels = 1
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(common.UserError, match="no scalar head named score"):
+        common.load_model(str(tmp_path), cpu, cls=common.AutoModelForSequenceClassification)
+
+
+def test_the_layers_of_a_model_that_also_sees():
+    model, _ = random_model("Qwen2")
+    model.model.language_model = torch.nn.Module()
+    model.model.language_model.layers = model.model.layers
+    model.model.vision = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(5))
+    assert common.decoder_layers(model) is model.model.layers
+
+
+def test_a_tokenizer_without_an_end(tmp_path):
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(common.UserError, match="no end-of-sequence token"):
+        common.load_tokenizer(str(tmp_path))
+
+
+def test_an_embedding_may_be_padded(tmp_path):
+    save(tmp_path, resize=64)
+    assert common.load_policy(policy_config(tmp_path), cpu)[0].config.vocab_size == 64
+
+
+def test_completions_must_leave_room_for_a_prompt(tmp_path):
+    save(tmp_path)
+    with pytest.raises(common.UserError, match="the context of .* is 256 tokens"):
+        common.load_policy(policy_config(tmp_path, max_new_tokens=256), cpu)
+    assert common.load_policy(policy_config(tmp_path, max_new_tokens=255), cpu)[1].model_max_length == 256
+
+
+def test_the_shorter_of_two_limits_counts(tmp_path):
+    _, tokenizer = random_model("Qwen2")
+    save(tmp_path)
+    tokenizer.model_max_length = 100
+    tokenizer.save_pretrained(tmp_path)
+    assert common.load_policy(policy_config(tmp_path), cpu)[1].model_max_length == 100
+
+
+def test_mamba_has_no_limit(tmp_path):
+    save(tmp_path, "Mamba")
+    assert common.load_policy(policy_config(tmp_path, max_new_tokens=5000), cpu)[1].model_max_length > 1e6
+
+
+def test_a_tied_weight_is_saved_once(tmp_path):
+    model, tokenizer = random_model("Qwen2", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "base")
+    policy = common.load_model(str(tmp_path / "base"), cpu)
+    common.save_model(policy, tokenizer, tmp_path / "saved")
+    weights = load_file(tmp_path / "saved" / "model.safetensors")
+    assert weights.keys() == dict(policy.named_parameters()).keys() and "lm_head.weight" not in weights
+    assert common.load_tokenizer(str(tmp_path / "saved")).encode("<think>1") == tokenizer.encode("<think>1")
+    assert torch.equal(common.load_model(str(tmp_path / "saved"), cpu).lm_head.weight, policy.lm_head.weight)
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    for kind in ("tmp", "old"):
+        (tmp_path / f"a.{kind}-99999" / "x").mkdir(parents=True)
+    common.write_directory(tmp_path / "a", lambda folder: (folder / "file").write_text("1"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_another_process_is_writing_is_left_alone(tmp_path):
+    (tmp_path / "a.tmp-99999").mkdir()
+    common.write_directory(tmp_path / "a", lambda folder: (folder / "file").write_text("1"), replace=False)
+    assert (tmp_path / "a.tmp-99999").exists()
+
+
+def test_a_directory_is_replaced_without_a_trace(tmp_path):
+    for text in ("1", "2"):
+        common.write_directory(tmp_path / "a", lambda folder: (folder / "file").write_text(text))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_failed_write_is_an_error(tmp_path):
+    def broken(folder):
+        raise OSError(28, "No space left on device")
+    with pytest.raises(common.TrainingFailed, match="No space left"):
+        common.write_directory(tmp_path / "a", broken, replace=False)
+
+
+# -------------------------------------------------------------------------------------------------------- rows
+
+def rows(tmp_path, *content):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    return str(tmp_path / "rows.jsonl")
+
+
+def test_the_split_of_a_hub_dataset(monkeypatch):
+    asked = []
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(
+        load_dataset=lambda name, config, split: asked.append((name, config, split)) or [{"prompt": "p", "answer": "1"}]))
+    for data in ("some/set", "some/set:main", "some/set:main:validation"):
+        for split in ("train", "eval"):
+            common.read_rows(data, split)
+    assert asked == [("some/set", None, "train"), ("some/set", None, "test"), ("some/set", "main", "train"),
+                     ("some/set", "main", "test"), *[("some/set", "main", "validation")] * 2]
+
+
+def test_the_first_of_several_fields_counts(tmp_path):
+    problem, = common.read_problems(rows(tmp_path, {
+        "prompt": "p", "question": "q", "answer": "5", "solution": "2+3, that is 5 of them", "reward_model": {"ground_truth": "6"}}))
+    assert (problem.prompt, problem.answer) == ("p", "5")
+
+
+def test_only_the_verifier_needs_answers(tmp_path):
+    path = rows(tmp_path, {"prompt": "p"})
+    cfg = SimpleNamespace(data=path, eval_data="", reward="reward.py:f")
+    problems, held_out = common.read_train_and_eval(cfg)
+    assert problems[0].answer is None and held_out == []
+    cfg.reward = "verifier"
+    with pytest.raises(common.UserError, match="no answer"):
+        common.read_train_and_eval(cfg)
+
+
+def test_held_out_rows_are_never_those_of_training(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "p", "answer": "1"}\n')
+    cfg = SimpleNamespace(data=str(path), eval_data="", reward="verifier")
+    assert common.read_train_and_eval(cfg)[1] == []
+    cfg.data = "arithmetic:1"
+    train, held_out = common.read_train_and_eval(cfg)
+    assert held_out and not {p.prompt for p in train} & {p.prompt for p in held_out}
+
+
+def test_each_seed_has_its_own_order():
+    one, two = (common.Shuffled(list(range(50)), seed).next(50) for seed in (1, 2))
+    assert one != two
+
+
+def test_each_seed_has_its_own_epochs():
+    one, two = (common.Shuffled(list(range(50)), seed) for seed in (1, 2))
+    one.next(50)
+    assert one.next(50) != two.next(50)  # seed 1's second pass is not seed 2's first
+
+
+def test_the_first_items_are_the_next_ones():
+    data = common.Shuffled(list(range(50)), 0)
+    assert data.first(7) == data.next(7) and sorted(data.first(99)) == data.items
+
+
+# ----------------------------------------------------------------------------------------------------- prompts
+
+def encode_config(**more):
+    return SimpleNamespace(**{**dict(model="tiny", system_prompt="none", max_prompt_tokens=99, max_completion_tokens=99), **more})
+
+
+def test_an_eos_in_the_text_stays():
+    tokenizer = common.tiny_tokenizer()
+    assert common.encode(tokenizer, "1<eos>") == [*tokenizer.encode("1"), tokenizer.eos_token_id]
+
+
+def test_prompts_without_a_template():
+    tokenizer = common.tiny_tokenizer()
+    assert common.render_prompt("1+1=?", tokenizer, "2") == ("2\n\n1+1=?", False)
+    assert common.render_prompt("1+1=?", tokenizer, "") == ("1+1=?", False)
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+    assert common.render_prompt(messages, tokenizer, "none") == ("User: 1\n\nAssistant: 2\n\nUser: 3\n\nAssistant:", False)
+
+
+def test_a_template_opens_the_answer():
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    assert common.render_prompt("1", tokenizer, "none") == ("1=", True)
+
+
+def test_a_template_without_a_system_role():
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = ("{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
+                               "{{ m['content'] }},{% endfor %}")
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+    assert common.render_prompt(messages, tokenizer, "0") == ("0\n\n1,2,3,", True)
+
+
+def test_the_system_prompt_stands_before_messages():
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{% endfor %}"
+    assert common.render_prompt([{"role": "user", "content": "4"}], tokenizer, "2") == ("s2u4", True)
+    assert common.render_prompt([{"role": "user", "content": "4"}], tokenizer, "", default="") == ("u4", True)
+
+
+def test_the_tiny_model_reads_additions_alone():
+    tokenizer = common.tiny_tokenizer()
+    with pytest.raises(common.UserError, match="the tiny model reads digits"):
+        common.encode_prompts([common.Problem("what is 1+1?", [], "2", {})], tokenizer, encode_config(), "--data")
+    assert common.encode_prompts([common.Problem("what is 1+1?", [], "2", {})], tokenizer, encode_config(model="other"), "--data")
+
+
+def test_a_reward_function_gets_messages_as_text():
+    tokenizer = common.tiny_tokenizer()
+    problem = common.Problem([{"role": "user", "content": "1"}], [], "2", {})
+    common.encode_prompts([problem], tokenizer, encode_config(model="other"), "--data")
+    assert problem.prompt == "User: 1\n\nAssistant:"
+
+
+def test_an_empty_prompt_is_left_out(capsys):
+    problems = [common.Problem(text, [], "2", {}) for text in ("", "1")]
+    assert common.encode_prompts(problems, common.tiny_tokenizer(), encode_config(), "--data") == problems[1:]
+    assert "left out 1 of 2" in capsys.readouterr().err
+
+
+def test_a_template_may_open_the_thinking():
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}<think>\n"
+    cfg = SimpleNamespace(model="other", system_prompt="none", max_prompt_tokens=99)
+    problem, = common.encode_prompts([common.Problem("1", [], "2", {})], tokenizer, cfg, "--data")
+    assert problem.opening == "<think>"
+
+
+# ------------------------------------------------------------------------------------------------- preferences
+
+def test_the_prompt_of_a_conversation_is_all_but_its_last_turn():
+    turns = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))]
+    read = common.read_preference({"chosen": [*turns, {"role": "assistant", "content": "a"}],
+                                   "rejected": [*turns, {"role": "assistant", "content": "b"}]})
+    assert read.prompt == turns and read.answers == ["a", "b"]
+
+
+def test_the_last_turn_is_the_answer():
+    turn = {"role": "user", "content": "hi"}
+    read = common.read_preference({"prompt": [turn], "chosen": [turn, {"role": "assistant", "content": "a"}],
+                                   "rejected": [turn, {"role": "assistant", "content": "b"}]})
+    assert read.answers == ["a", "b"]
+
+
+def test_a_tie_is_no_preference():
+    row = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    assert common.read_preference(row | {"margin": 0}) is None and common.read_preference(row | {"tie": True}) is None
+    assert common.read_preference(row | {"margin": 0.1, "tie": False}).margin == 0.1
+
+
+def test_a_score_for_each_answer():
+    with pytest.raises(ValueError, match="as many numbers"):
+        common.read_preference({"prompt": "p", "responses": ["a", "b"], "scores": [3, 2, 1]})
+
+
+def test_the_pairs_of_a_ranking_with_a_tie():
+    ranked = common.Preference("p", [7], ["a", "b", "c"], [[1], [2], [3]], [2.0, 1.0, 1.0], 0.5)
+    assert [(s.answers, s.answer_ids, s.scores) for s in ranked.split()] == [
+        (["a", "b"], [[1], [2]], [1.0, 0.0]), (["a", "c"], [[1], [3]], [1.0, 0.0])]
+
+
+def test_a_cut_answer_has_no_eos(capsys):
+    tokenizer = common.tiny_tokenizer()
+    preference = common.Preference("1", [], ["46", "123456"], [], [2.0, 1.0])
+    common.encode_preferences([preference], tokenizer, encode_config(max_completion_tokens=4), "--data")
+    assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<eos>", "1234"]
+    assert "cut 1 of 2 answers" in capsys.readouterr().err
+
+
+def test_preferences_have_no_default_system_prompt():
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    preference = common.Preference("1", [], ["2", "3"], [], [2.0, 1.0])
+    common.encode_preferences([preference], tokenizer, encode_config(system_prompt=""), "--data")
+    assert tokenizer.decode(preference.prompt_ids) == "1"
+
+
+def test_numpys_numbers_are_numbers():
+    import numpy as np
+    assert all(map(common.is_number, (1, 0.5, np.float32(0.5), np.int64(3), np.bool_(True))))

@@ -1,0 +1,231 @@
+"""A run's directory, its logs and checkpoints, one promise at a time; test_runs.py has the whole runs."""
+import json
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import common
+import grpo
+from helpers import FakeRun
+
+
+def begin(tmp_path, monkeypatch, **flags):
+    """A run of grpo.py that has started, with a model of two weights and a rate that halves: (run, model, …)."""
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    model = torch.nn.Linear(2, 1)
+    run = common.Run(grpo.Config(**{"output_dir": str(tmp_path / "run"), "lr": 0.1, **flags}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        run.start(common.Shuffled([1, 2], 0), policy=(model, optimizer, schedule))
+        run.hup = signal.getsignal(signal.SIGHUP)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    run.bar.close()  # it would be drawn when Python ends
+    return run, model, optimizer, schedule
+
+
+def test_the_default_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    monkeypatch.chdir(tmp_path)
+    assert common.Run(grpo.Config()).directory == Path("runs/grpo")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "checkpoint", "model", "tensorboard", "config.json"])
+def test_what_a_run_writes(name):
+    assert name in common.Run.WRITES
+
+
+def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path, monkeypatch):
+    run = begin(tmp_path, monkeypatch)[0]
+    for name in common.Run.WRITES:
+        path = tmp_path / "run" / name
+        if not path.exists():
+            path.write_text("old")
+    (tmp_path / "run" / "tensorboard").unlink()
+    (tmp_path / "run" / "tensorboard").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    begin(tmp_path, monkeypatch, overwrite=True)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint", "config.json", "notes.txt"]
+
+
+def test_overwrite_spares_the_reward_model_in_use(tmp_path, monkeypatch):
+    begin(tmp_path, monkeypatch)
+    (tmp_path / "run" / "model").mkdir()
+    with pytest.raises(common.UserError, match="is in, the run that would be replaced"):
+        begin(tmp_path, monkeypatch, overwrite=True, reward=str(tmp_path / "run" / "model"))
+
+
+def test_what_may_change_with_resume_and_what_not(tmp_path, monkeypatch):
+    begin(tmp_path, monkeypatch)
+    begin(tmp_path, monkeypatch, resume=True, micro_batch_tokens=100, gradient_checkpointing=True, eval_samples=4, eval_every=3,
+          save_every=7, steps=900, max_bad_steps=9)
+    for name, value in {"seed": 1, "lr": 0.2, "data": "arithmetic:3", "temperature": 0.5, "freeze_layers": 0.5}.items():
+        with pytest.raises(common.UserError, match=f"--{name} was"):
+            begin(tmp_path, monkeypatch, resume=True, **{name: value})
+
+
+def test_the_seed_is_that_of_all_random_numbers(tmp_path, monkeypatch):
+    drawn = []
+    for seed in (1, 2, 1):
+        begin(tmp_path / str(len(drawn)), monkeypatch, seed=seed)
+        drawn.append((torch.rand(1).item(), random.random(), np.random.rand()))
+    assert drawn[0] == drawn[2] and all(a != b for a, b in zip(*drawn[:2]))
+
+
+def test_a_signal_saves(tmp_path, monkeypatch):
+    """What was done is not done again: --save_every may be far off."""
+    run = begin(tmp_path, monkeypatch)[0]
+    run.stop_signal = signal.SIGTERM
+    with pytest.raises(SystemExit) as stopped:
+        run.end_step(1, {})
+    assert stopped.value.code == 143 and [path.name for path in run.checkpoints()] == ["step-000002"]
+
+
+def test_a_second_signal_ends_at_once(monkeypatch):
+    handlers = {}
+    monkeypatch.setattr(signal, "signal", lambda number, handler: handlers.update({number: handler}))
+    run = FakeRun(None)
+    run.note_signal(signal.SIGTERM, None)
+    assert run.stop_signal == signal.SIGTERM and handlers == {signal.SIGTERM: signal.SIG_DFL}
+
+
+def test_nohup_is_heeded(tmp_path, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert begin(tmp_path, monkeypatch)[0].hup == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_checkpoint_every_so_many_steps_and_after_the_last(tmp_path, monkeypatch):
+    run = begin(tmp_path, monkeypatch, save_every=2, steps=5)[0]
+    saved = []
+    for step in range(6):
+        run.end_step(step, {})
+        saved.append(run.checkpoints()[-1].name)
+    assert saved == ["step-000000", "step-000000", "step-000003", "step-000003", "step-000005", "step-000006"]
+
+
+def test_all_the_state_comes_back(tmp_path, monkeypatch):
+    run, model, optimizer, schedule = begin(tmp_path, monkeypatch)
+    run.extra = {"scale": 2.5}
+    for factor in (1.0, float("nan")):
+        (model(torch.ones(1, 2)).sum() * factor).backward()
+        run.optimizer_step(model, optimizer, schedule, torch.tensor(0.0))
+    run.data.next(3)
+    run.next_step = 1
+    run.save_checkpoint()
+    again, other, _, rates = begin(tmp_path, monkeypatch, resume=True)
+    assert (again.next_step, again.bad_steps, again.extra, again.data.position) == (1, 1, {"scale": 2.5}, 3)
+    assert rates.get_last_lr() == [0.05] and torch.equal(other.weight, model.weight)
+    assert [p.name for p in again.checkpoints()] == ["step-000001"]
+
+
+def test_a_failed_save_leaves_the_last_checkpoint_alone(tmp_path, monkeypatch):
+    run = begin(tmp_path, monkeypatch)[0]
+    run.next_step = 1
+    def full(*args, checkpoint_id):
+        (checkpoint_id / "half").write_text("x")
+        raise common.dcp.api.CheckpointException("save", {0: (OSError(28, "No space left on device"), None)})
+    monkeypatch.setattr(common.dcp, "save", full)
+    with pytest.raises(common.TrainingFailed, match="No space left on device; step-000000 is intact"):
+        run.save_checkpoint()
+    assert [p.name for p in (tmp_path / "run" / "checkpoint").iterdir()] == ["step-000000"]
+
+
+def test_what_a_killed_save_left_is_not_in_the_next(tmp_path, monkeypatch):
+    run = begin(tmp_path, monkeypatch)[0]
+    (tmp_path / "run" / "checkpoint" / "unfinished").mkdir()
+    (tmp_path / "run" / "checkpoint" / "unfinished" / "stale").write_text("of a killed process")
+    (tmp_path / "run" / "checkpoint" / "step-old").mkdir()
+    run.next_step = 1
+    run.save_checkpoint()
+    assert [p.name for p in run.checkpoints()] == ["step-000001"] and not list((tmp_path / "run").glob("checkpoint/*/stale"))
+
+
+def test_lines_of_steps_to_be_done_again_are_dropped(tmp_path):
+    run = FakeRun(None)
+    run.directory, run.next_step = tmp_path, 2
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_text('{"step": 1}\n{"step": 1}\n{"step": 2}\n{"ste')
+    run.drop_later_lines()
+    assert all((tmp_path / name).read_text() == '{"step": 1}\n{"step": 1}\n' for name in ("metrics.jsonl", "samples.jsonl"))
+
+
+def test_a_gradient_is_clipped_by_hand():
+    """Gradient 3, 4: the norm 5 is reported, that of the step is 0.5."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    before = model.weight.detach().clone()
+    model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    done = FakeRun(SimpleNamespace(max_grad_norm=0.5, max_bad_steps=5)).optimizer_step(model, optimizer, schedule, torch.tensor(1.5))
+    assert done == {"loss": 1.5, "grad_norm": pytest.approx(5), "lr": 1.0}
+    torch.testing.assert_close(before - model.weight, torch.tensor([[0.3, 0.4]]))
+
+
+def test_a_skipped_update_does_not_advance_the_rate(tmp_path, monkeypatch):
+    run, model, optimizer, schedule = begin(tmp_path, monkeypatch)
+    (model(torch.ones(1, 2)).sum() * float("nan")).backward()
+    assert run.optimizer_step(model, optimizer, schedule, torch.tensor(0.0))["lr"] == 0.1
+    assert schedule.get_last_lr() == [0.1]
+    assert model.weight.grad is None
+
+
+def test_time_tokens_and_memory():
+    run = FakeRun(None)
+    run.device, run.began = torch.device("cpu"), time.perf_counter() - 2
+    timing = run.timing(torch.tensor(100))
+    assert timing["seconds"] >= 2 and timing["tokens_per_second"] * timing["seconds"] == pytest.approx(100)
+    assert 100 < timing["peak_memory_mb"] < 100_000  # torch alone takes more than 100
+
+
+def test_samples_are_two_of_each_of_four_prompts(tmp_path):
+    run = FakeRun(None)
+    run.directory = tmp_path
+    problems = [common.Problem(str(p), [], f"a{p}", {}) for p in range(5)]
+    rollout = SimpleNamespace(completions=[f"{p}.{g}" for p in range(5) for g in range(3)])
+    numbers = torch.arange(15.0)
+    run.log_samples(7, problems, rollout, numbers.view(5, 3), -numbers)
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert rows == [{"step": 7, "prompt": str(p), "completion": f"{p}.{g}", "answer": f"a{p}", "reward": 3.0 * p + g,
+                     "advantage": -(3.0 * p + g)} for p in range(4) for g in range(2)]
+
+
+def test_tensorboard_gets_every_metric(tmp_path, monkeypatch):
+    logged = []
+    class Writer:
+        def __init__(self, directory, purge_step): logged.append((directory, purge_step))
+        def add_scalar(self, *args): logged.append(args)
+        def flush(self): logged.append("flushed")
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setattr(common.importlib.util, "find_spec", lambda name: True)
+    run = begin(tmp_path, monkeypatch, log_to="tensorboard")[0]
+    run.end_step(3, {"loss": 0.5})
+    assert logged == [(tmp_path / "run" / "tensorboard", 0), ("loss", 0.5, 3), "flushed"]
+
+
+def test_wandb_goes_on_with_its_run(tmp_path, monkeypatch):
+    begun, logged = [], []
+    fake = SimpleNamespace(init=lambda **kw: begun.append(kw) or SimpleNamespace(log=lambda metrics, step: logged.append((metrics, step))),
+                           finish=lambda: logged.append("finished"))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(common.importlib.util, "find_spec", lambda name: True)
+    run = begin(tmp_path, monkeypatch, log_to="wandb")[0]
+    run.end_step(0, {"loss": 0.5})
+    run.close()
+    assert begun[0]["id"] is None and logged == [({"loss": 0.5}, 0), "finished"]
+    for name in ("run-20260101_000000-first", "run-20260102_000000-later"):
+        (tmp_path / "run" / "wandb" / name).mkdir(parents=True)
+    begin(tmp_path, monkeypatch, log_to="wandb", resume=True)
+    assert begun[1]["id"] == "later" and begun[1]["resume"] == "allow"
