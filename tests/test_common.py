@@ -520,7 +520,8 @@ def test_special_tokens_may_be_drawn():
     torch.manual_seed(0)
     rollout = common.sample(model, tokenizer, ["1"] * 64, 1, 20, temperature=3.0)
     tokens = rollout.input_ids[:, -rollout.mask.shape[1]:][rollout.mask]
-    assert (tokens == tokenizer.unk_token_id).any() and not any("<" + name + ">" in text for name in ("unk", "pad", "eos") for text in rollout.completions)
+    assert (tokens == tokenizer.unk_token_id).any()
+    assert not any(special in text for special in ("<unk>", "<pad>", "<eos>") for text in rollout.completions)
 
 
 def test_padding_is_the_pad_token():
@@ -551,8 +552,8 @@ def test_finished_at_the_limit():
 
 def test_a_model_without_a_cache(monkeypatch):
     model, tokenizer = random_model("Qwen2")
-    takes = common.takes
-    monkeypatch.setattr(common, "takes", lambda model, name: name not in ("past_key_values", "cache_params") and takes(model, name))
+    takes, caches = common.takes, ("past_key_values", "cache_params")
+    monkeypatch.setattr(common, "takes", lambda model, name: name not in caches and takes(model, name))
     with pytest.raises(common.UserError, match="takes no KV cache"):
         common.sample(model, tokenizer, PROMPTS, 1, 4)
 
@@ -580,7 +581,8 @@ def test_rollouts_of_two_widths_are_joined():
 
 def test_joined_verdicts_are_not_signs_of_rewards():
     """What is correct is the verifier's word, not the sign of a reward that a format bonus or a penalty has changed."""
-    rollout = common.Rollout(torch.ones(2, 3).long(), torch.ones(2, 3).long(), torch.ones(2, 1).bool(), ["a", "b"], torch.ones(2).bool())
+    ids = torch.ones(2, 3, dtype=torch.long)
+    rollout = common.Rollout(ids, ids, ids[:, :1].bool(), ["a", "b"], ids[:, 0].bool())
     correct = torch.tensor([[True, False]])
     assert torch.equal(common.join_drawn([(["p"], rollout, torch.tensor([[-0.5, 0.5]]), correct)], 0)[3], correct)
 

@@ -61,7 +61,8 @@ def test_an_error_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == "grpo.py: error: first second"
 
 
-@pytest.mark.parametrize("function, advice", [("load_model", "while loading the model"), ("optimizer_step", "in the optimizer step")])
+@pytest.mark.parametrize("function, advice", [
+    ("load_model", "while loading the model"), ("optimizer_step", "in the optimizer step")])
 def test_the_phase_that_ran_out_of_memory(function, advice):
     scope = {}
     exec(f"def {function}(): raise MemoryError", scope)
@@ -251,7 +252,8 @@ def test_the_split_of_a_hub_dataset(monkeypatch):
 
 def test_the_first_of_several_fields_counts(tmp_path):
     problem, = common.read_problems(rows(tmp_path, {
-        "prompt": "p", "question": "q", "answer": "5", "solution": "2+3, that is 5 of them", "reward_model": {"ground_truth": "6"}}))
+        "prompt": "p", "question": "q", "answer": "5", "solution": "2+3, that is 5 of them",
+        "reward_model": {"ground_truth": "6"}}))
     assert (problem.prompt, problem.answer) == ("p", "5")
 
 

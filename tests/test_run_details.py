@@ -169,7 +169,8 @@ def test_a_gradient_is_clipped_by_hand():
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     before = model.weight.detach().clone()
     model(torch.tensor([[3.0, 4.0]])).sum().backward()
-    done = FakeRun(SimpleNamespace(max_grad_norm=0.5, max_bad_steps=5)).optimizer_step(model, optimizer, schedule, torch.tensor(1.5))
+    run = FakeRun(SimpleNamespace(max_grad_norm=0.5, max_bad_steps=5))
+    done = run.optimizer_step(model, optimizer, schedule, torch.tensor(1.5))
     assert done == {"loss": 1.5, "grad_norm": pytest.approx(5), "lr": 1.0}
     torch.testing.assert_close(before - model.weight, torch.tensor([[0.3, 0.4]]))
 
@@ -217,7 +218,8 @@ def test_tensorboard_gets_every_metric(tmp_path, monkeypatch):
 
 def test_wandb_goes_on_with_its_run(tmp_path, monkeypatch):
     begun, logged = [], []
-    fake = SimpleNamespace(init=lambda **kw: begun.append(kw) or SimpleNamespace(log=lambda metrics, step: logged.append((metrics, step))),
+    log = SimpleNamespace(log=lambda metrics, step: logged.append((metrics, step)))
+    fake = SimpleNamespace(init=lambda **settings: begun.append(settings) or log,
                            finish=lambda: logged.append("finished"))
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr(common.importlib.util, "find_spec", lambda name: True)

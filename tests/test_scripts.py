@@ -30,7 +30,7 @@ def small(script, folder, size: int) -> list:
     lambda mask: grpo.token_weights(mask, 3), lambda mask: dr_grpo.token_weights(mask, 3, 4),
     lambda mask: dapo.token_weights(mask, 6), lambda mask: ppo.token_weights(mask, 6)])
 def test_the_weights_of_a_part_are_that_part_of_the_weights(weights):
-    """Of a step of 3 completions and 6 tokens: a rank or micro-batch that has some of the rows weighs them as the whole does."""
+    """Of a step of 3 completions and 6 tokens: a rank or micro-batch that has some of them weighs them as the whole does."""
     mask = torch.arange(4) < torch.tensor([1, 4, 1])[:, None]
     torch.testing.assert_close(torch.cat([weights(mask[:1]), weights(mask[1:])]), weights(mask))
     assert weights(mask).sum() == pytest.approx(0.5 if weights(mask)[0, 0] == 1 / 12 else 1)
@@ -50,9 +50,10 @@ def test_the_rollout_is_drawn_at_the_temperature_of_the_run(script, tmp_path, mo
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_log_is_the_same_for_any_micro_batch(script, tmp_path):
-    """Every mean in it is one over the tokens or pairs of the step: micro-batches of unequal size do not show."""
-    flags = small(script, tmp_path, 5)
+def test_the_log_is_the_same_for_any_micro_batch_and_ends_with_an_evaluation(script, tmp_path):
+    """Every mean in it is one over the tokens or pairs of the step: micro-batches of unequal size do not show. The last
+    step is evaluated though --eval_every does not fall on it."""
+    flags = [*small(script, tmp_path, 5), "--eval_every", 5]
     if script not in ("dpo", "reward_model"):
         flags += ["--updates_per_batch", 2, "--minibatches", 2, "--temperature", 1.3, "--lr", 1e-3,
                   *["--no_dynamic_sampling"] * (script == "dapo"), *["--group_size", 3] * (script != "ppo")]
@@ -63,36 +64,30 @@ def test_the_log_is_the_same_for_any_micro_batch(script, tmp_path):
         lines.append({name: value for name, value in read_metrics(tmp_path / str(tokens))[1].items()
                       if name not in ("seconds", "tokens_per_second", "peak_memory_mb")})
     assert lines[0] == pytest.approx(lines[1], rel=1e-3, abs=1e-5)
+    assert ("eval_pair_accuracy" if script in ("dpo", "reward_model") else "eval_accuracy") in lines[0]
 
 
 @pytest.mark.parametrize("script", GROUP_SCRIPTS)
-def test_what_the_log_says_of_completions(script, tmp_path, monkeypatch):
-    """Of all that were sampled: with a format reward and an overlong penalty, a reward above 0 is not yet a right answer."""
-    [step] = record_run(monkeypatch, f"{script}.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 6, "--group_size", 4,
-                        "--max_new_tokens", 23, "--format_reward", 0.25,
-                        *["--no_dynamic_sampling"] * (script == "dapo"), "--micro_batch_tokens", 200)
-    [rollout] = step.rollouts
+def test_what_the_log_and_the_samples_say_of_completions(script, tmp_path, monkeypatch):
+    """Of all that were sampled: with a format reward and an overlong penalty, a reward above 0 is not yet a right answer.
+    In groups of two, which samples.jsonl has in full, each advantage follows from the two rewards."""
+    [step] = record_run(monkeypatch, f"{script}.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 12,
+                        "--group_size", 2, "--max_new_tokens", 23, "--format_reward", 0.25,
+                        "--micro_batch_tokens", 200, *["--no_dynamic_sampling"] * (script == "dapo"))
+    [rollout], policy = step.rollouts, load_tiny_model()
     right = torch.tensor([is_right(rollout, i) for i in range(24)])
-    policy = load_tiny_model()
     with torch.no_grad():
         entropies = torch.cat([plain_entropies(policy, rollout, i) for i in range(24)])
-    expected = {"accuracy": right.float().mean(), "completion_length": rollout.lengths.float().mean(),
-                "wrong_length": rollout.lengths[~right].float().mean(), "entropy": entropies.mean(),
-                "truncated_fraction": (~plain_finished(rollout)).float().mean()}
-    assert_metrics(step, step.updates, expected)
+    assert_metrics(step, step.updates, {
+        "accuracy": right.float().mean(), "completion_length": rollout.lengths.float().mean(),
+        "wrong_length": rollout.lengths[~right].float().mean(), "entropy": entropies.mean(),
+        "truncated_fraction": (~plain_finished(rollout)).float().mean()})
     assert step.metrics["tokens_per_second"] * step.metrics["seconds"] == pytest.approx(int(rollout.lengths.sum()))
 
-
-@pytest.mark.parametrize("script", GROUP_SCRIPTS)
-def test_samples_carry_the_reward_and_the_advantage(script, tmp_path, monkeypatch):
-    """Groups of two, which samples.jsonl holds in full: each advantage follows from the two rewards."""
-    module = importlib.import_module(script)
-    record_run(monkeypatch, f"{script}.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 4, "--group_size", 2,
-               *["--max_generation_batches", 1] * (script == "dapo"))
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     rewards, advantages = (torch.tensor([row[name] for row in rows]).view(4, 2) for name in ("reward", "advantage"))
     assert advantages.any()
-    torch.testing.assert_close(advantages, module.group_advantages(rewards))
+    torch.testing.assert_close(advantages, importlib.import_module(script).group_advantages(rewards))
 
 
 @pytest.mark.parametrize("script", GROUP_SCRIPTS)
@@ -101,12 +96,3 @@ def test_a_step_without_signal_says_so(script, tmp_path):
     done = run_script(f"{script}.py", *small(script, tmp_path, 2), "--group_size", 2, "--output_dir", tmp_path / "run",
                       "--reward", f"{tmp_path / 'reward.py'}:same", *["--overlong_buffer", 0] * (script == "dapo"))
     assert done.returncode == 0 and "step 1: the rewards of every group are equal" in done.stderr
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_last_step_is_evaluated(script, tmp_path):
-    """Also where --eval_every does not fall on it."""
-    done = run_script(f"{script}.py", *small(script, tmp_path, 2), "--eval_every", 5, "--output_dir", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    key = "eval_pair_accuracy" if script in ("dpo", "reward_model") else "eval_accuracy"
-    assert [key in metrics for metrics in read_metrics(tmp_path / "run")] == [True, True]
