@@ -47,6 +47,7 @@ def test_an_interruption_before_the_first_step(monkeypatch):
     def main(cfg):
         raise KeyboardInterrupt
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    monkeypatch.setattr(sys, "stderr", sys.stderr)  # `launch` puts another in its place
     with pytest.raises(SystemExit) as stopped:
         common.launch(main, common.RunConfig)
     assert stopped.value.code == 130
@@ -56,6 +57,7 @@ def test_an_error_is_one_line(monkeypatch, capsys):
     def main(cfg):
         raise common.UserError("first\n  second")
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    monkeypatch.setattr(sys, "stderr", sys.stderr)  # `launch` puts another in its place
     with pytest.raises(SystemExit):
         common.launch(main, common.RunConfig)
     assert capsys.readouterr().err.splitlines()[-1] == "grpo.py: error: first second"
