@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +50,34 @@ def small(tmp_path_factory):
         name, *switches = script.split()
         return [f"{name}.py", *switches, "--steps", 4, "--save_every", 1, "--eval_every", 2, *own.get(script, groups)]
     return command
+
+
+TWO_AS_ONE, FAILS_ALONE = ("test_two_processes_give_the_numbers_of_one",
+                           "test_an_error_of_one_process_is_said_once_and_ends_all")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def jobs(request, tmp_path_factory, small, builder):
+    """{test: (folder, job)}: what a test has run in two processes. The jobs run beside the tests before, which leave a
+    core idle; `job.result()` waits."""
+    selected, started = {item.originalname for item in request.session.items}, {}
+    assert builder.wait() == 0, "the tiny model cannot be built"
+    with ThreadPoolExecutor(1) as pool:
+        for test in filter(selected.__contains__, (TWO_AS_ONE, FAILS_ALONE)):
+            folder = tmp_path_factory.mktemp("two")
+            if test == TWO_AS_ONE:
+                command = [job_of_all_scripts(folder, small)]
+            else:
+                path = write(folder / "reward.py", """
+import os
+def f(prompt, completion, row):
+    if os.environ["RANK"] == "1":
+        raise KeyError("gold")
+    return 1.0
+""")
+                command = ["grpo.py", "--reward", f"{path}:f", "--output_dir", folder / "run"]
+            started[test] = folder, pool.submit(run_script, *command, processes=2)
+        yield started
 
 
 # ------------------------------------------------------------------------------------------------------- bad input
@@ -469,15 +498,13 @@ def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp
 
 # ---------------------------------------------------------------------------------------------- several processes
 
-@pytest.fixture(scope="session")
-def in_two_processes(tmp_path_factory, small):
-    """in_two_processes(script) -> the directory of its run of two steps; all of them in one job, to import only once."""
-    folder = tmp_path_factory.mktemp("two")
+def job_of_all_scripts(folder, small) -> Path:
+    """A file that runs two steps of each script, into folder/script, all in one job: to import only once."""
     runs = [[*map(str, small(script)), "--steps", "2", "--output_dir", str(folder / script)]
             for script in [*SCRIPTS, LARGE_GROUPS]]
     shutil.copytree(common.build_tiny_model("arithmetic"), folder / "tiny")
     write(folder / "tiny" / "generation_config.json", '{"eos_token_id": [1, 2]}')  # chat models have two ends
-    job = write(folder / "job.py", f"""
+    return write(folder / "job.py", f"""
 import importlib, sys
 sys.path.insert(0, {str(ROOT)!r})
 import common
@@ -496,22 +523,21 @@ assert rollout.completions[0].startswith("<think>2+4=6"), rollout.completions
 sys.argv = ["job"]
 common.launch(lambda cfg: None, common.RunConfig)  # leaves as a script does
 """)
-    done = run_script(job, processes=2)
-    assert done.returncode == 0, done.stderr
-    return lambda script: folder / script
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, LARGE_GROUPS])
-def test_two_processes_give_the_numbers_of_one(script, whole_run, in_two_processes, monkeypatch):
+def test_two_processes_give_the_numbers_of_one(script, whole_run, jobs, monkeypatch):
     """Same prompts, same sampled tokens (a row's random numbers are its own), same loss and gradient norm."""
     shared, read = [], common.read_prompts_once
     monkeypatch.setattr(common, "read_prompts_once", lambda *args: (shared.append(args), read(*args))[1])
-    one, two = read_metrics(whole_run(script)), read_metrics(in_two_processes(script))
+    folder, job = jobs[TWO_AS_ONE]
+    assert job.result().returncode == 0, job.result().stderr
+    one, two = read_metrics(whole_run(script)), read_metrics(folder / script)
     assert [metrics["step"] for metrics in two] == [0, 1, 2]
     for alone, together in zip(one, two):
         for name in together.keys() - TIMING:
             assert together[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
-    assert (in_two_processes(script) / "model" / "model.safetensors").exists()
+    assert (folder / script / "model" / "model.safetensors").exists()
     assert shared or script != LARGE_GROUPS  # it did read prompts once
 
 
@@ -547,15 +573,9 @@ def test_a_row_has_the_same_random_numbers_in_its_reward_on_any_process(tmp_path
     assert not torch.isin(score(problems, rollout)[0], rewards).any()
 
 
-def test_an_error_of_one_process_is_said_once_and_ends_all(tmp_path):
-    path = write(tmp_path / "reward.py", """
-import os
-def f(prompt, completion, row):
-    if os.environ["RANK"] == "1":
-        raise KeyError("gold")
-    return 1.0
-""")
-    done = run_script("grpo.py", "--reward", f"{path}:f", "--output_dir", tmp_path / "run", processes=2)
+def test_an_error_of_one_process_is_said_once_and_ends_all(jobs):
+    _, job = jobs[FAILS_ALONE]
+    done = job.result()
     message, = [line for line in done.stderr.replace("\r", "\n").splitlines() if "grpo.py: error: " in line]
     assert "raised KeyError: 'gold'" in message and done.returncode and "RuntimeError" not in done.stderr, done.stderr
 

@@ -55,7 +55,7 @@ def test_the_log_is_the_same_for_any_micro_batch_and_ends_with_an_evaluation(scr
     step is evaluated though --eval_every does not fall on it."""
     flags = [*small(script, tmp_path, 5), "--eval_every", 5]
     if script not in ("dpo", "reward_model"):
-        flags += ["--updates_per_batch", 2, "--minibatches", 2, "--temperature", 1.3, "--lr", 1e-3,
+        flags += ["--minibatches", 2, "--temperature", 1.3, "--lr", 1e-3,
                   *["--no_dynamic_sampling"] * (script == "dapo"), *["--group_size", 3] * (script != "ppo")]
     lines = []
     for tokens in (70, 4096):
