@@ -2418,8 +2418,8 @@ class Run:
             try:
                 self.log = self.open_logger() if self.cfg.log_to != "none" else None
             except Exception as error:  # W&B's are of no built-in kind
-                raise UserError(f"--log_to {self.cfg.log_to}: it does not start ({error}); after that: --resume"
-                                ) from error
+                raise UserError(f"--log_to {self.cfg.log_to}: it does not start ({error}); --resume goes on once "
+                                "it can") from error
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the last when the terminal goes, but for nohup
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.note_signal)

@@ -110,7 +110,7 @@ def main(cfg: Config) -> None:
 
         # 4. Update: micro-batches add up to the gradient of the whole minibatch; nothing is averaged.
         minibatches = torch.randperm(len(advantages)).tensor_split(cfg.minibatches)  # row numbers, shuffled
-        # The first minibatch is on-policy: its old log-probs are the new ones, and 0 here until update 0 has them.
+        # The first minibatch is on-policy: its old log-probs are the new ones, which update 0 fills in (0 until then).
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
         ref_logprobs = common.rollout_logprobs(reference, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)

@@ -254,15 +254,6 @@ def test_equal_rewards_give_exactly_zero(reward):
     assert (dapo.group_advantages(torch.full((3, 1), reward)) == 0).all()
 
 
-@pytest.mark.parametrize("difference", [-5000.0, 5000.0])
-@pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_huge_log_ratios_stay_finite(difference, advantage):
-    logprobs = torch.tensor([[difference]], requires_grad=True)
-    loss, _ = dapo.dapo_loss(logprobs, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1), 0.2, 0.28)
-    loss.backward()
-    assert loss.isfinite() and logprobs.grad.isfinite().all()
-
-
 @pytest.mark.parametrize("average, size", [("prompt", 4), ("sequence", 1)])
 def test_the_units_of_the_loss_average(average, size, tmp_path, monkeypatch):
     """A mean per prompt has units of G rows, one per completion has units of one. (Lengths must differ within a prompt to show

@@ -106,12 +106,3 @@ def test_nothing_under_the_mask_matters(garbage):
         loss.backward()
         results.append((loss.detach(), logprobs.grad, stats["clip_fraction"]))
     assert all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize("difference", [-5000.0, 5000.0])
-@pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_huge_log_ratios_stay_finite(difference, advantage):
-    logprobs = torch.tensor([[difference]], requires_grad=True)
-    loss, _ = dr_grpo.dr_grpo_loss(logprobs, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1), 0.2)
-    loss.backward()
-    assert loss.isfinite() and logprobs.grad.isfinite().all()

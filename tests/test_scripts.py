@@ -36,6 +36,18 @@ def test_the_weights_of_a_part_are_that_part_of_the_weights(weights):
     assert weights(mask).sum() == pytest.approx(0.5 if weights(mask)[0, 0] == 1 / 12 else 1)
 
 
+@pytest.mark.parametrize("loss", [
+    lambda *a: grpo.grpo_loss(*a[:2], None, *a[2:], 0.2, 0.0), lambda *a: dapo.dapo_loss(*a, 0.2, 0.28),
+    lambda *a: dr_grpo.dr_grpo_loss(*a, 0.2), lambda *a: ppo.ppo_loss(*a[:2], a[2][:, None], a[3], 0.2)])
+@pytest.mark.parametrize("difference", [-5000.0, 5000.0])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_huge_log_ratios_stay_finite(loss, difference, advantage):
+    logprobs = torch.tensor([[difference]], requires_grad=True)
+    value, _ = loss(logprobs, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1))
+    value.backward()
+    assert value.isfinite() and logprobs.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("script", ["grpo", "dapo", "dr_grpo", "ppo", "dpo --on_policy"])
 def test_the_rollout_is_drawn_at_the_temperature_of_the_run(script, tmp_path, monkeypatch):
     """Near 0 it is greedy decoding: all completions of a prompt are those that `greedy=True` gives."""
