@@ -1401,7 +1401,25 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     if num_completion_tokens >= input_ids.shape[1]:
         raise ValueError("no prompt: nothing comes before the first token, so it has no log-prob")
     function = sliced_logprobs if head_is_sliceable(model) else unsliced_logprobs
-    return call_gathered(function, model, input_ids, attention_mask.long(), num_completion_tokens, temperature)
+    return once_each(function, model, input_ids, attention_mask, num_completion_tokens, temperature)
+
+
+def once_each(function, model, input_ids, attention_mask, *args):
+    """The tensors [B, …] that `function(model, input_ids, attention_mask, *args)` returns.
+
+    Rows that are the same, as short completions of a prompt often are, are computed once; their gradients add up.
+    """
+    distinct, copy_of = distinct_rows(input_ids, attention_mask)
+    if len(distinct) == len(input_ids):
+        return call_gathered(function, model, input_ids, attention_mask.long(), *args)
+    out = call_gathered(function, model, distinct.clamp(min=0), (distinct >= 0).long(), *args)
+    return tuple(values[copy_of] for values in out)
+
+
+def distinct_rows(ids, mask):
+    """[B, L] each -> (the distinct rows, -1 where the mask is 0; the number [B] of the one that each row is)."""
+    distinct, which = ids.where(mask > 0, -1).cpu().unique(dim=0, return_inverse=True)  # too few for a GPU
+    return distinct.to(ids.device), which.to(ids.device)
 
 
 def hidden_states(model, input_ids, attention_mask, T: int, row, read):
@@ -1414,12 +1432,13 @@ def hidden_states(model, input_ids, attention_mask, T: int, row, read):
     prompt_length = attention_mask[:, :L].sum(1)  # [B]
     # Nothing is read beyond the last wanted token: so many columns of the completions, so many of the whole rows.
     num_columns, width = (int(x.max()) if len(row) else 1 for x in (read, prompt_length[row] + read))
-    prompts = input_ids[:, :L].where(attention_mask[:, :L] > 0, -1)
-    distinct, prompt_of = prompts.unique(dim=0, return_inverse=True) if L else (prompts, None)  # 0: see `retokenize`
-    saved_tokens = B * width - (len(distinct) * L + B * num_columns)  # by reading each distinct prompt once
+    prompts = input_ids[:, :L]
+    if L:  # 0: see `retokenize`
+        prompts, prompt_of = distinct_rows(prompts, attention_mask[:, :L])
+    saved_tokens = B * width - (len(prompts) * L + B * num_columns)  # by reading each distinct prompt once
     worth_it = 0 < num_columns <= T and saved_tokens > max(B * width / 5, SHARED_TOKENS) and can_share_prompts(model)
     if on_all_ranks(worth_it):  # every rank must make the same passes, for FSDP gathers layer by layer
-        return read_prompts_once(model, distinct, prompt_of, input_ids[:, L:L + num_columns], width)[row, read]
+        return read_prompts_once(model, prompts, prompt_of, input_ids[:, L:L + num_columns], width)[row, read]
     ids = shift_left(input_ids, attention_mask, width)
     return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[row, prompt_length[row] + read - 1]
 
@@ -1628,9 +1647,11 @@ def token_values(model, input_ids, attention_mask, T: int):
 
     `model` is a sequence classifier with one label, whose head is `score`.
     """
-    cells = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)  # (row [n], column [n]) of real tokens
-    values = call_gathered(scores_at, model, input_ids, attention_mask, T, *cells)[:, 0]  # from before they were read
-    return torch.zeros(len(input_ids), T, device=values.device).index_put(cells, values)
+    def compute(model, input_ids, attention_mask):
+        cells = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)  # (row [n], column [n]), real tokens
+        values = scores_at(model, input_ids, attention_mask, T, *cells)[:, 0]  # from before they were read
+        return (torch.zeros(len(input_ids), T, device=values.device).index_put(cells, values),)
+    return once_each(compute, model, input_ids, attention_mask)[0]
 
 
 def sequence_scores(model, input_ids, attention_mask, T: int = 0):
@@ -1639,9 +1660,11 @@ def sequence_scores(model, input_ids, attention_mask, T: int = 0):
     By position, not by `ids != pad`: the pad token may be the EOS. What comes before the last T columns is read once
     for all rows that have it in common.
     """
-    row = torch.arange(len(input_ids), device=input_ids.device)
-    read = attention_mask[:, input_ids.shape[1] - T:].sum(1)
-    return call_gathered(scores_at, model, input_ids, attention_mask, T, row, read)[:, 0]
+    def compute(model, input_ids, attention_mask):
+        row = torch.arange(len(input_ids), device=input_ids.device)
+        read = attention_mask[:, input_ids.shape[1] - T:].sum(1)
+        return (scores_at(model, input_ids, attention_mask, T, row, read),)
+    return once_each(compute, model, input_ids, attention_mask)[0][:, 0]
 
 
 def scores_at(model, *where):
@@ -1686,7 +1709,7 @@ def micro_batches(batch, blocks: list, max_tokens: int):
     batch: a Rollout, Batch or the like. blocks: row numbers, or lists of those that must stay together (answers to a
     prompt). Yields (rows [B], input_ids [B, L+T], attention_mask [B, L+T], T), trimmed to the longest prompt and
     completion among them, at most `max_tokens` tokens, padding included, unless a single block has more. Sorted by
-    length, and not filled up where the next block would make too much of it padding.
+    length (and then by row: so copies meet), and not filled up where the next block would be too much padding.
 
     Every rank yields the same number: FSDP's gradient reduction waits for all. A rank that has none of its own, since
     there are fewer blocks than ranks, yields the first block again, with T = 0: that must get no weight.
@@ -1701,7 +1724,7 @@ def micro_batches(batch, blocks: list, max_tokens: int):
         return size <= max_tokens / 4 or size <= max_tokens and padding <= MAX_PADDING
 
     dealt = []  # lists of blocks
-    for block in sorted(blocks, key=lambda block: -max(total[row] for row in block)):
+    for block in sorted(blocks, key=lambda block: (-max(total[row] for row in block), block)):
         if dealt and fits([row for b in [*dealt[-1], block] for row in b]):
             dealt[-1].append(block)
         else:

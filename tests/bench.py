@@ -16,6 +16,7 @@ Figures are medians over repeats; warm-up is left out. "Limit" is the time that 
 the rate of a large matmul measured in the same process; for a rollout on CUDA, the time to read weights and KV cache.
 """
 import argparse
+import collections
 import importlib.util
 import json
 import os
@@ -316,22 +317,16 @@ def step(args, flags: list[str]) -> dict:
         spy(holder, "score", "reward")
         return holder.score
     common.load_reward = load_and_spy
-    micro_batches, token_logprobs, real = common.micro_batches, grpo.token_logprobs, {}
+    token_logprobs, real, models = grpo.token_logprobs, collections.Counter(), []
 
-    def counted(*a):
-        for item in micro_batches(*a):
-            real.setdefault("padded", []).append(item[1].numel())
-            real.setdefault("tokens", []).append(item[2].sum().item())
-            yield item
-    common.micro_batches = counted
-
-    def keep_model(model, *a):
-        real["model"] = model
-        lengths = a[1].sum(1)
-        real["update tokens"] = real.get("update tokens", 0) + int(lengths.sum())
-        real["attended"] = real.get("attended", 0) + int(lengths.square().sum()) / 2  # by all tokens, causally
-        return token_logprobs(model, *a)
-    grpo.token_logprobs = keep_model
+    def count(model, input_ids, attention_mask, *a):
+        models.append(model)
+        rows = common.distinct_rows(input_ids, attention_mask)[0]  # what is computed: equal rows once, shifted left
+        lengths = (rows >= 0).sum(1)
+        real.update(rows=len(input_ids), distinct=len(rows), padded=len(rows) * int(lengths.max()),
+                    tokens=int(lengths.sum()), attended=int(lengths.square().sum()) / 2)  # by all tokens, causally
+        return token_logprobs(model, input_ids, attention_mask, *a)
+    grpo.token_logprobs = count
     clock = Clock(args.device, 2, max(args.repeats, 10 if args.model == "tiny" else 3))
 
     def tick():
@@ -343,10 +338,10 @@ def step(args, flags: list[str]) -> dict:
     result, steps = clock.result(), len(clock.times) - 1 - clock.warmup
     parts = {part: seconds / steps for part, seconds in spent.items()}
     total = (clock.times[-1] - clock.times[clock.warmup]) / steps
-    flops = 3 * forward_flops(real["model"], real["update tokens"] / steps, real["attended"] / real["update tokens"])
+    flops = 3 * forward_flops(models[0], real["tokens"] / steps, real["attended"] / real["tokens"])
     return {**result, **{f"{part}_seconds": seconds for part, seconds in parts.items()},
             "other_seconds": total - sum(parts.values()),
-            "padding_share": 1 - sum(real["tokens"]) / sum(real["padded"]),
+            "distinct_share": real["distinct"] / real["rows"], "padding_share": 1 - real["tokens"] / real["padded"],
             "update_flops_share": flops / parts["update"] / matmul_rate(args.device)}
 
 

@@ -189,6 +189,45 @@ def test_long_and_short_rows_do_not_share_a_micro_batch():
     assert len(list(common.micro_batches(batch, list(range(16)), 1600))) == 1
 
 
+@pytest.mark.parametrize("compute", [common.token_logprobs, common.token_values, common.sequence_scores])
+def test_equal_rows_are_computed_once(compute):
+    """Rows 0, 2 and 3 are one prompt (5 6) and one completion (7 8 9), whatever stands under the mask.
+
+    Each gets what it would get alone, and the gradients of the copies add up. Values of the copies are equal to the last
+    bit: a group that a reward model scores so has advantage 0.
+    """
+    model, _ = random_model("Qwen2")
+    common.head_is_sliceable(model)
+    if compute is not common.token_logprobs:
+        model.config.num_labels = 1
+        model = common.AutoModelForSequenceClassification.from_config(model.config).eval()
+    input_ids = torch.tensor([[0, 5, 6, 7, 8, 9, 0], [0, 5, 6, 7, 8, 0, 0], [3, 5, 6, 7, 8, 9, 11], [0, 5, 6, 7, 8, 9, 0]])
+    attention_mask = torch.tensor([[0, 1, 1, 1, 1, 1, 0]] * 4)
+    attention_mask[1, 5] = 0
+    rows_read, coefficients = [], torch.tensor([1.0, 2.0, 3.0, 4.0])
+    model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: rows_read.append(len(inputs[0])))
+
+    def values_and_gradients(parts):
+        model.zero_grad()
+        values = [compute(model, input_ids[part], attention_mask[part], 4) for part in parts]
+        values = torch.cat([value[0] + value[1] if isinstance(value, tuple) else value for value in values])
+        (values.view(4, -1).sum(1) * coefficients).sum().backward()
+        return values, [parameter.grad.clone() for parameter in model.parameters()]
+    together, gradients = values_and_gradients([slice(0, 4)])
+    assert rows_read == [2]
+    assert torch.equal(together[0], together[2]) and torch.equal(together[0], together[3])
+    alone, expected = values_and_gradients([slice(i, i + 1) for i in range(4)])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_copies_share_a_micro_batch():
+    """Of six rows of one length, shuffled, three at a time: those of one prompt, which are next to each other."""
+    batch = common.Batch(*common.collate([[5]] * 3 + [[6]] * 3, [[7] * 24] * 6, 0))
+    dealt = [rows.tolist() for rows, *_ in common.micro_batches(batch, torch.tensor([4, 0, 3, 2, 5, 1]), 75)]
+    assert dealt == [[0, 1, 2], [3, 4, 5]]
+
+
 @pytest.mark.parametrize("architecture, can_share", [("Qwen2", True), ("Llama", True), ("GPT2", True), ("Qwen3", True),
                                                      ("Mistral", False), ("Gemma2", False), ("GPTNeo", False)])
 def test_a_prompt_is_read_once_for_all_its_completions(architecture, can_share, monkeypatch):
@@ -220,8 +259,8 @@ def test_prompts_that_are_read_once_keep_to_the_context(monkeypatch):
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
     model, tokenizer = random_model("GPT2", n_positions=32)
     prompts = [list(range(3, 13)) * 3, [5, 6]]  # 30 and 2 tokens
-    rows = [(0, 2)] * 20 + [(1, 20)]
-    input_ids, attention_mask, mask = common.collate([prompts[p] for p, _ in rows], [[7] * n for _, n in rows], 0)
+    rows = [(0, [7, i]) for i in range(20)] + [(1, [7] * 20)]
+    input_ids, attention_mask, mask = common.collate([prompts[p] for p, _ in rows], [ids for _, ids in rows], 0)
     once = common.token_logprobs(model, input_ids, attention_mask, mask.shape[1])[0]
     monkeypatch.setattr(common, "can_share_prompts", lambda model: False)
     torch.testing.assert_close(once, common.token_logprobs(model, input_ids, attention_mask, mask.shape[1])[0],
@@ -251,7 +290,7 @@ def test_every_rank_gets_the_same_number_of_micro_batches(ranks, blocks):
 def test_recomputed_activations_share_no_prompt(monkeypatch):
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
     model, _ = random_model("Qwen2")
-    ids, mask, completion = common.collate([[5, 6, 7, 8, 9, 10, 11, 12]] * 8, [[7, 8]] * 8, 0)
+    ids, mask, completion = common.collate([[5, 6, 7, 8, 9, 10, 11, 12]] * 8, [[7, i] for i in range(8)], 0)
     expected = common.token_logprobs(model, ids, mask, completion.shape[1])[0]
     cfg = SimpleNamespace(freeze_layers=0, gradient_checkpointing=True, lr=1e-4, steps=1, lr_schedule="constant", warmup_steps=0)
     common.make_optimizer(model, cfg)
@@ -264,7 +303,7 @@ def test_all_ranks_read_prompts_once_or_none(monkeypatch):
     monkeypatch.setattr(common, "read_prompts_once", None)
     model, _ = random_model("Qwen2")
     model.head_is_sliceable = True
-    ids, mask, completion = common.collate([[5, 6, 7, 8, 9, 10, 11, 12]] * 8, [[7, 8]] * 8, 0)
+    ids, mask, completion = common.collate([[5, 6, 7, 8, 9, 10, 11, 12]] * 8, [[7, i] for i in range(8)], 0)
     common.token_logprobs(model, ids, mask, completion.shape[1])
 
 
