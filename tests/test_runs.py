@@ -21,7 +21,8 @@ import common
 from helpers import ROOT, FakeRun, few_problems, fork_script, random_model, read_metrics, run_script
 
 SCRIPTS = ["grpo", "dapo", "dr_grpo", "ppo", "dpo", "dpo --on_policy", "reward_model"]
-LARGE_GROUPS = "grpo --prompts_per_step 8 --group_size 32"  # which have each prompt read once for all its completions
+# groups large enough to have each prompt read once for all its completions, few of which are the same
+LARGE_GROUPS = "grpo --prompts_per_step 8 --group_size 32 --max_new_tokens 12 --temperature 3"
 
 
 def write(path, text):
