@@ -1383,7 +1383,7 @@ def just_below(threshold: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 # --------------------------------------------------------------------------------------------------- log-probs
 
 HEAD_SLICE = {"cpu": 2 ** 21, "cuda": 2 ** 27}  # logits (tokens × vocabulary) at a time: 8 MB, 512 MB in float32
-SHARED_TOKENS = 400  # prompts are read once if that saves so many tokens, and a fifth: else a second pass costs more
+SHARED_TOKENS = 400  # beginnings are read once if that saves so many, and a fifth: else a second pass costs more
 
 
 def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int, temperature: float = 1.0):
@@ -1409,17 +1409,16 @@ def once_each(function, model, input_ids, attention_mask, *args):
 
     Rows that are the same, as short completions of a prompt often are, are computed once; their gradients add up.
     """
-    distinct, copy_of = distinct_rows(input_ids, attention_mask)
+    distinct, copy_of = distinct_rows(input_ids.where(attention_mask > 0, -1))
     if len(distinct) == len(input_ids):
         return call_gathered(function, model, input_ids, attention_mask.long(), *args)
     out = call_gathered(function, model, distinct.clamp(min=0), (distinct >= 0).long(), *args)
     return tuple(values[copy_of] for values in out)
 
 
-def distinct_rows(ids, mask):
-    """[B, L] each -> (the distinct rows, -1 where the mask is 0; the number [B] of the one that each row is)."""
-    distinct, which = ids.where(mask > 0, -1).cpu().unique(dim=0, return_inverse=True)  # too few for a GPU
-    return distinct.to(ids.device), which.to(ids.device)
+def distinct_rows(ids):
+    """[B, L] -> (the distinct rows, in their order; the number [B] of the one that each row is)."""
+    return [x.to(ids.device) for x in ids.cpu().unique(dim=0, return_inverse=True)]  # too few for a GPU
 
 
 def hidden_states(model, input_ids, attention_mask, T: int, row, read):
@@ -1428,19 +1427,12 @@ def hidden_states(model, input_ids, attention_mask, T: int, row, read):
     Each row is shifted left by its padding, so that it begins at column 0 with position 0. In a causal model what
     follows a token cannot change it, so no attention mask is needed and the fast causal kernels run.
     """
-    B, L = len(input_ids), input_ids.shape[1] - T
-    prompt_length = attention_mask[:, :L].sum(1)  # [B]
-    # Nothing is read beyond the last wanted token: so many columns of the completions, so many of the whole rows.
-    num_columns, width = (int(x.max()) if len(row) else 1 for x in (read, prompt_length[row] + read))
-    prompts = input_ids[:, :L]
-    if L:  # 0: see `retokenize`
-        prompts, prompt_of = distinct_rows(prompts, attention_mask[:, :L])
-    saved_tokens = B * width - (len(prompts) * L + B * num_columns)  # by reading each distinct prompt once
-    worth_it = 0 < num_columns <= T and saved_tokens > max(B * width / 5, SHARED_TOKENS) and can_share_prompts(model)
-    if on_all_ranks(worth_it):  # every rank must make the same passes, for FSDP gathers layer by layer
-        return read_prompts_once(model, prompts, prompt_of, input_ids[:, L:L + num_columns], width)[row, read]
-    ids = shift_left(input_ids, attention_mask, width)
-    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[row, prompt_length[row] + read - 1]
+    last = attention_mask[:, :input_ids.shape[1] - T].sum(1)[row] + read - 1  # [n] the column of the last token read
+    ids = shift_left(input_ids, attention_mask, int(last.max()) + 1 if len(row) else 1)
+    shared = columns_to_share(ids) if can_share(model) else 0
+    if on_all_ranks(shared > 0):  # every rank must make the same passes, for FSDP gathers layer by layer
+        return read_beginnings_once(model, ids, shared)[row, last]
+    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[row, last]
 
 
 def shift_left(input_ids, attention_mask, width: int):
@@ -1450,32 +1442,33 @@ def shift_left(input_ids, attention_mask, width: int):
     return input_ids.gather(1, columns.clamp(max=input_ids.shape[1] - 1))
 
 
-def can_share_prompts(model) -> bool:
+def can_share(model) -> bool:
     """Recomputing activations switches the KV cache off; sliding windows and the like have caches of other kinds."""
     return (model.config._attn_implementation in ("sdpa", "eager") and takes(model, "position_ids")
-            and not hasattr(model.config, "window_size")  # GPT-Neo's local attention counts columns, padding too
             and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
             and all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers))
 
 
-def read_prompts_once(model, prompts, prompt_of, completions, width: int):
-    """Hidden states [B, 1+T, H] at the last token of each row's prompt and at its completion's T tokens.
+def columns_to_share(ids) -> int:
+    """How many of the first columns of ids [B, width] to read once for all rows that begin alike: those of a prompt,
+    say. 0 where that would not save a fifth of the tokens, and SHARED_TOKENS."""
+    rows = ids.cpu().unique(dim=0)  # in order
+    differs = (rows[1:] != rows[:-1]).cumsum(1) > 0  # from the row above, in this column or before
+    saved = (~differs).sum(0)[:-1] * torch.arange(1, ids.shape[1])  # by reading once what does not
+    return int(saved.argmax()) + 1 if len(saved) and saved.max() > max(ids.numel() / 5, SHARED_TOKENS) else 0
 
-    prompts [U, L], -1 for padding on the left; prompt_of [B], the prompt of each row; completions [B, T]. The KV cache
-    of a prompt is copied to its rows, which go on from there; gradients flow back through the copies. Padding gets no
-    position beyond `width`, the longest row: the context may end there.
-    """
-    (B, T), L, real = completions.shape, prompts.shape[1], prompts >= 0
-    cache = DynamicCache(config=model.config)
-    after_prompt = model.base_model(input_ids=shift_left(prompts.clamp(min=0), real, L), past_key_values=cache,
-                                    use_cache=True).last_hidden_state  # [U, L, H]
-    cache.reorder_cache(prompt_of)
-    length, columns = real.sum(1)[prompt_of], torch.arange(L + T, device=prompts.device)
-    hidden = model.base_model(
-        input_ids=completions, past_key_values=cache, use_cache=True,
-        position_ids=(length[:, None] + columns[:T]).clamp(max=width - 1),
-        attention_mask=((columns < length[:, None]) | (columns >= L)).long()).last_hidden_state  # [B, T, H]
-    return torch.cat([after_prompt[prompt_of, length - 1][:, None], hidden], 1)
+
+def read_beginnings_once(model, ids, shared: int):
+    """Hidden states [B, width, H] of ids [B, width]. Each distinct beginning, of `shared` columns, is read once; its KV
+    cache is copied to its rows, which go on from there, and gradients flow back through the copies."""
+    beginnings, which = distinct_rows(ids[:, :shared])
+    cache, positions = DynamicCache(config=model.config), torch.arange(ids.shape[1], device=ids.device)[None]
+    hidden = model.base_model(input_ids=beginnings, position_ids=positions[:, :shared], past_key_values=cache,
+                              use_cache=True).last_hidden_state
+    cache.reorder_cache(which)
+    rest = model.base_model(input_ids=ids[:, shared:], position_ids=positions[:, shared:], past_key_values=cache,
+                            use_cache=True).last_hidden_state
+    return torch.cat([hidden[which], rest], 1)
 
 
 def head_weights(model) -> list:
@@ -1708,8 +1701,9 @@ def micro_batches(batch, blocks: list, max_tokens: int):
 
     batch: a Rollout, Batch or the like. blocks: row numbers, or lists of those that must stay together (answers to a
     prompt). Yields (rows [B], input_ids [B, L+T], attention_mask [B, L+T], T), trimmed to the longest prompt and
-    completion among them, at most `max_tokens` tokens, padding included, unless a single block has more. Sorted by
-    length (and then by row: so copies meet), and not filled up where the next block would be too much padding.
+    completion among them, at most `max_tokens` tokens, with padding and without copies of the same row, unless a single
+    block has more. Sorted by length (and then by row: so copies meet), and not filled up where the next block would
+    make too much of it padding.
 
     Every rank yields the same number: FSDP's gradient reduction waits for all. A rank that has none of its own, since
     there are fewer blocks than ranks, yields the first block again, with T = 0: that must get no weight.
@@ -1717,8 +1711,12 @@ def micro_batches(batch, blocks: list, max_tokens: int):
     total, completion = batch.attention_mask.sum(1).tolist(), batch.mask.sum(1).tolist()
     prompt = [t - c for t, c in zip(total, completion)]
     blocks = [block if isinstance(block, list) else [int(block)] for block in blocks]
+    rows = [row for block in blocks for row in block]
+    _, which = distinct_rows(batch.input_ids[rows].where(batch.attention_mask[rows] > 0, -1))
+    copy_of = dict(zip(rows, which.tolist()))  # row: a number that equal rows share
 
     def fits(rows):  # size: as they are stored; padding: as they are computed, shifted left and as wide as the longest
+        rows = {copy_of[row]: row for row in rows}.values()  # see `once_each`
         size = len(rows) * (max(prompt[row] for row in rows) + max(completion[row] for row in rows))
         padding = 1 - sum(total[row] for row in rows) / len(rows) / max(total[row] for row in rows)
         return size <= max_tokens / 4 or size <= max_tokens and padding <= MAX_PADDING

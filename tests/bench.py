@@ -321,8 +321,8 @@ def step(args, flags: list[str]) -> dict:
 
     def count(model, input_ids, attention_mask, *a):
         models.append(model)
-        rows = common.distinct_rows(input_ids, attention_mask)[0]  # what is computed: equal rows once, shifted left
-        lengths = (rows >= 0).sum(1)
+        rows, _ = common.distinct_rows(input_ids.where(attention_mask > 0, -1))
+        lengths = (rows >= 0).sum(1)  # what is computed (where beginnings are read once, less): rows shifted left
         real.update(rows=len(input_ids), distinct=len(rows), padded=len(rows) * int(lengths.max()),
                     tokens=int(lengths.sum()), attended=int(lengths.square().sum()) / 2)  # by all tokens, causally
         return token_logprobs(model, input_ids, attention_mask, *a)

@@ -183,7 +183,7 @@ def test_micro_batches_deal_every_row_once_and_keep_blocks_together(max_tokens):
 
 def test_long_and_short_rows_do_not_share_a_micro_batch():
     """Eight rows of 25 tokens and eight of 5 would be 40% padding; a small micro-batch may be anything."""
-    batch = common.Batch(*common.collate([[5]] * 16, [[7] * n for n in [24, 4] * 8], 0))
+    batch = common.Batch(*common.collate([[i] for i in range(16)], [[7] * n for n in [24, 4] * 8], 0))
     dealt = [rows.tolist() for rows, *_ in common.micro_batches(batch, list(range(16)), 500)]
     assert dealt == [list(range(0, 16, 2)), list(range(1, 16, 2))]
     assert len(list(common.micro_batches(batch, list(range(16)), 1600))) == 1
@@ -222,23 +222,28 @@ def test_equal_rows_are_computed_once(compute):
 
 
 def test_copies_share_a_micro_batch():
-    """Of six rows of one length, shuffled, three at a time: those of one prompt, which are next to each other."""
+    """Six rows of 25 tokens, shuffled, three and three the same: a micro-batch of 25 tokens has room for all copies."""
     batch = common.Batch(*common.collate([[5]] * 3 + [[6]] * 3, [[7] * 24] * 6, 0))
-    dealt = [rows.tolist() for rows, *_ in common.micro_batches(batch, torch.tensor([4, 0, 3, 2, 5, 1]), 75)]
+    dealt = [rows.tolist() for rows, *_ in common.micro_batches(batch, torch.tensor([4, 0, 3, 2, 5, 1]), 25)]
     assert dealt == [[0, 1, 2], [3, 4, 5]]
 
 
-@pytest.mark.parametrize("architecture, can_share", [("Qwen2", True), ("Llama", True), ("GPT2", True), ("Qwen3", True),
-                                                     ("Mistral", False), ("Gemma2", False), ("GPTNeo", False)])
-def test_a_prompt_is_read_once_for_all_its_completions(architecture, can_share, monkeypatch):
-    """Same log-probs, entropies and gradients as when each row reads its own; sliding windows do read it again."""
+@pytest.mark.parametrize("architecture, can_share", [
+    ("Qwen2", True), ("Llama", True), ("GPT2", True), ("Qwen3", True), ("GPTNeo", True), ("Falcon", True), ("Cohere", True),
+    ("Bloom", False), ("Mistral", False), ("Gemma2", False)])
+def test_what_rows_begin_with_is_read_once(architecture, can_share, monkeypatch):
+    """Same log-probs, entropies and gradients as when each row reads all of its own; sliding windows do.
+
+    Prompts of three and five tokens, the latter with completions that begin with 9 9: reading two beginnings of three
+    columns saves 3 · 3 tokens, of five columns 2 · 5, three of seven columns 2 · 7: the best.
+    """
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
     model, tokenizer = random_model(architecture)
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
-    completions = [torch.randint(3, 20, (n,)).tolist() for n in (4, 7, 2, 5, 6)]
-    input_ids, attention_mask, mask = common.collate([prompts[i] for i in (0, 1, 1, 0, 1)], completions, 0)
-    weights, rows_read, embed = torch.randn(mask.shape) * mask, [], model.get_input_embeddings()
-    embed.register_forward_hook(lambda module, inputs, output: rows_read.append(inputs[0].numel()))
+    completions = [[9, 9, 3, 4, 5, 6, 7], [9, 9, 4, 5, 6], [9, 9, 5, 6, 7, 8], [3, 4, 5, 6, 7, 8, 9, 10], [4, 5, 6]]
+    input_ids, attention_mask, mask = common.collate([prompts[i] for i in (1, 1, 1, 0, 0)], completions, 0)
+    weights, read, embed = torch.randn(mask.shape) * mask, [], model.get_input_embeddings()
+    embed.register_forward_hook(lambda module, inputs, output: read.append(tuple(inputs[0].shape)))
 
     def run():
         model.zero_grad()
@@ -246,25 +251,23 @@ def test_a_prompt_is_read_once_for_all_its_completions(architecture, can_share, 
         ((logprobs + entropy) * weights).sum().backward()
         return [logprobs, entropy, *(parameter.grad.clone() for parameter in model.parameters())]
     run()  # the first call compares heads
-    rows_read.clear()
+    read.clear()
     once = run()
-    assert rows_read == ([2 * 5, 5 * 6] if can_share else [5 * 11])  # two prompts of 5 columns; 6 tokens of 5 rows
-    monkeypatch.setattr(common, "can_share_prompts", lambda model: False)
+    assert read == ([(3, 7), (5, 4)] if can_share else [(5, 11)])
+    monkeypatch.setattr(common, "can_share", lambda model: False)
     for a, b in zip(once, run()):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_prompts_that_are_read_once_keep_to_the_context(monkeypatch):
-    """A long prompt and another row's long completion: padding behind the short one has no position of its own."""
+def test_sharing_has_to_save_enough(monkeypatch):
+    """Eight rows of ten columns that begin with the same n: one reading saves 7 n of 80 tokens."""
+    def share(n):
+        return common.columns_to_share(torch.tensor([[5] * n + [i] * (10 - n) for i in range(8)]))
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
-    model, tokenizer = random_model("GPT2", n_positions=32)
-    prompts = [list(range(3, 13)) * 3, [5, 6]]  # 30 and 2 tokens
-    rows = [(0, [7, i]) for i in range(20)] + [(1, [7] * 20)]
-    input_ids, attention_mask, mask = common.collate([prompts[p] for p, _ in rows], [ids for _, ids in rows], 0)
-    once = common.token_logprobs(model, input_ids, attention_mask, mask.shape[1])[0]
-    monkeypatch.setattr(common, "can_share_prompts", lambda model: False)
-    torch.testing.assert_close(once, common.token_logprobs(model, input_ids, attention_mask, mask.shape[1])[0],
-                               rtol=1e-4, atol=1e-4)
+    assert [share(n) for n in (0, 2, 3, 9)] == [0, 0, 3, 9]  # 14 tokens are less than a fifth, 21 more
+    monkeypatch.setattr(common, "SHARED_TOKENS", 50)
+    assert [share(n) for n in (7, 8)] == [0, 8]  # 49 and 56
+    assert common.columns_to_share(torch.tensor([[5]])) == 0
 
 
 @pytest.mark.parametrize("ranks, blocks", [(2, 5), (3, 4), (4, 2)])
@@ -300,7 +303,7 @@ def test_recomputed_activations_share_no_prompt(monkeypatch):
 def test_all_ranks_read_prompts_once_or_none(monkeypatch):
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
     monkeypatch.setattr(common, "on_all_ranks", lambda mine: False)
-    monkeypatch.setattr(common, "read_prompts_once", None)
+    monkeypatch.setattr(common, "read_beginnings_once", None)
     model, _ = random_model("Qwen2")
     model.head_is_sliceable = True
     ids, mask, completion = common.collate([[5, 6, 7, 8, 9, 10, 11, 12]] * 8, [[7, i] for i in range(8)], 0)
