@@ -1421,13 +1421,19 @@ def distinct_rows(ids):
     return [x.to(ids.device) for x in ids.cpu().unique(dim=0, return_inverse=True)]  # too few for a GPU
 
 
-def hidden_states(model, input_ids, attention_mask, T: int, row, read):
-    """Hidden states [n, H] of rows `row` [n] after they have read their prompt and `read` [n] of their last T tokens.
+def completion_tokens(attention_mask, T: int):
+    """((row [n], column [n]) of the real tokens in the last T columns; which token of its row, from 0, is before each)."""
+    L = attention_mask.shape[1] - T
+    row, column = attention_mask[:, L:].nonzero(as_tuple=True)
+    return (row, column), attention_mask[:, :L].sum(1)[row] + column - 1
+
+
+def hidden_states(model, input_ids, attention_mask, row, last):
+    """Hidden states [n, H] of rows `row` [n] at their real tokens `last` [n], counted from 0: having read up to these.
 
     Each row is shifted left by its padding, so that it begins at column 0 with position 0. In a causal model what
     follows a token cannot change it, so no attention mask is needed and the fast causal kernels run.
     """
-    last = attention_mask[:, :input_ids.shape[1] - T].sum(1)[row] + read - 1  # [n] the column of the last token read
     ids = shift_left(input_ids, attention_mask, int(last.max()) + 1 if len(row) else 1)
     shared = columns_to_share(ids) if can_share(model) else 0
     if on_all_ranks(shared > 0):  # every rank must make the same passes, for FSDP gathers layer by layer
@@ -1494,8 +1500,8 @@ def head_logits(config, hidden, weight, bias=None):
 
 
 def sliced_logprobs(model, input_ids, attention_mask, T, temperature):
-    cells = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)  # (row [n], column [n]) of real tokens
-    hidden = hidden_states(model, input_ids, attention_mask, T, *cells)  # what predicts them
+    cells, before = completion_tokens(attention_mask, T)
+    hidden = hidden_states(model, input_ids, attention_mask, cells[0], before)  # what predicts the tokens
     targets = input_ids[:, input_ids.shape[1] - T:][cells]
     weights = head_weights(model)
     size = max(1, HEAD_SLICE[hidden.device.type] // max(1, len(hidden)))
@@ -1510,14 +1516,12 @@ def sliced_logprobs(model, input_ids, attention_mask, T, temperature):
 
 def unsliced_logprobs(model, input_ids, attention_mask, T, temperature):
     """The same from the model's own logits, for heads of another form: holds [B, L+T, V]."""
-    L = input_ids.shape[1] - T
-    row, column = cells = attention_mask[:, L:].nonzero(as_tuple=True)
+    cells, before = completion_tokens(attention_mask, T)
     ids = shift_left(input_ids, attention_mask, int(attention_mask.sum(1).max()))  # as in hidden_states
-    before = attention_mask[:, :L].sum(1)[row] + column - 1  # the logits before a token predict it
-    logits = model(input_ids=ids, use_cache=False).logits[row, before].float()
+    logits = model(input_ids=ids, use_cache=False).logits[cells[0], before].float()
+    targets = input_ids[:, input_ids.shape[1] - T:][cells]
     empty = torch.zeros(len(input_ids), T, device=logits.device)
-    return tuple(empty.index_put(cells, values)
-                 for values in TargetLogprobs.apply(logits, input_ids[:, L:][cells], temperature))
+    return tuple(empty.index_put(cells, values) for values in TargetLogprobs.apply(logits, targets, temperature))
 
 
 class TargetLogprobs(torch.autograd.Function):
@@ -1641,22 +1645,20 @@ def token_values(model, input_ids, attention_mask, T: int):
     `model` is a sequence classifier with one label, whose head is `score`.
     """
     def compute(model, input_ids, attention_mask):
-        cells = attention_mask[:, input_ids.shape[1] - T:].nonzero(as_tuple=True)  # (row [n], column [n]), real tokens
-        values = scores_at(model, input_ids, attention_mask, T, *cells)[:, 0]  # from before they were read
+        cells, before = completion_tokens(attention_mask, T)
+        values = scores_at(model, input_ids, attention_mask, cells[0], before)[:, 0]
         return (torch.zeros(len(input_ids), T, device=values.device).index_put(cells, values),)
     return once_each(compute, model, input_ids, attention_mask)[0]
 
 
-def sequence_scores(model, input_ids, attention_mask, T: int = 0):
+def sequence_scores(model, input_ids, attention_mask):
     """A sequence classifier's score [B], float32, at the last real token of each row, EOS included.
 
-    By position, not by `ids != pad`: the pad token may be the EOS. What comes before the last T columns is read once
-    for all rows that have it in common.
+    By position, not by `ids != pad`: the pad token may be the EOS.
     """
     def compute(model, input_ids, attention_mask):
         row = torch.arange(len(input_ids), device=input_ids.device)
-        read = attention_mask[:, input_ids.shape[1] - T:].sum(1)
-        return (scores_at(model, input_ids, attention_mask, T, row, read),)
+        return (scores_at(model, input_ids, attention_mask, row, attention_mask.sum(1) - 1),)
     return once_each(compute, model, input_ids, attention_mask)[0][:, 0]
 
 
@@ -1689,7 +1691,7 @@ def all_scores(model, batch, blocks, max_tokens: int) -> torch.Tensor:
     """The `sequence_scores` [N] of all rows of the batch, on every rank."""
     scores = torch.zeros(len(batch.mask), device=batch.mask.device)
     for rows, input_ids, attention_mask, T in micro_batches(batch, blocks, max_tokens):
-        scores[rows] += sequence_scores(model, input_ids, attention_mask, T) * (T > 0)  # T = 0: see micro_batches
+        scores[rows] += sequence_scores(model, input_ids, attention_mask) * (T > 0)  # T = 0: see micro_batches
     return sum_over_ranks(scores)
 
 
@@ -1716,17 +1718,19 @@ def micro_batches(batch, blocks: list, max_tokens: int):
     copy_of = dict(zip(rows, which.tolist()))  # row: a number that equal rows share
 
     def fits(rows):  # size: as they are stored; padding: as they are computed, shifted left and as wide as the longest
-        rows = {copy_of[row]: row for row in rows}.values()  # see `once_each`
         size = len(rows) * (max(prompt[row] for row in rows) + max(completion[row] for row in rows))
         padding = 1 - sum(total[row] for row in rows) / len(rows) / max(total[row] for row in rows)
         return size <= max_tokens / 4 or size <= max_tokens and padding <= MAX_PADDING
 
-    dealt = []  # lists of blocks
+    dealt, held = [], {}  # lists of blocks; the rows of the last one, copies once: see `once_each`
     for block in sorted(blocks, key=lambda block: (-max(total[row] for row in block), block)):
-        if dealt and fits([row for b in [*dealt[-1], block] for row in b]):
+        new = {copy_of[row]: row for row in block}
+        if dealt and fits((held | new).values()):
             dealt[-1].append(block)
+            held |= new
         else:
             dealt.append([block])
+            held = new
     while len(dealt) % world_size():  # halve the micro-batch with most blocks until there is one for each rank
         i = dealt.index(max(dealt, key=len))
         dealt[i:i + 1] = dealt[i][::2], dealt[i][1::2]

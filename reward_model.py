@@ -124,7 +124,7 @@ def main(cfg: Config) -> None:
         total_loss = torch.zeros((), device=run.device)
         for rows, input_ids, attention_mask, T in common.micro_batches(batch, blocks, cfg.micro_batch_tokens):
             scores = torch.zeros(len(batch.mask), device=run.device).index_put(  # [N], 0 outside the micro-batch
-                (rows,), common.sequence_scores(model, input_ids, attention_mask, T))
+                (rows,), common.sequence_scores(model, input_ids, attention_mask))
             here = torch.isin(better, rows)  # both answers of a pair are in it, or neither
             loss, stats = preference_loss(scores[better[here]], scores[worse[here]], margins[here])
             loss = loss + cfg.center_coef * (scores[better[here]] + scores[worse[here]]).square().mean()

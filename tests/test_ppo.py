@@ -389,14 +389,6 @@ def test_a_reward_model_of_another_vocabulary_reads_the_text(tmp_path, policy_di
         torch.testing.assert_close(rewards.flatten()[i], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_rows_without_a_prompt_are_scored(tmp_path):
-    """A prompt of one token, as `retokenize` cuts it: all columns are the completion's."""
-    model = save_reward_model(tmp_path / "rm")
-    ids, mask = torch.tensor([[7, 8, 9], [7, 5, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
-    expected = [model.score(model.base_model(row[None])[0])[0, -1, 0] for row in (ids[0], ids[1, :2])]
-    torch.testing.assert_close(common.sequence_scores(model, ids, mask, 3), torch.stack(expected), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_run_with_a_reward_model(tmp_path, normalize):
     """Llama as reward model and as critic, under a Qwen2 policy; accuracy is the verifier's. On the first rollout the
