@@ -269,6 +269,7 @@ def test_sharing_has_to_save_enough(monkeypatch):
     monkeypatch.setattr(common, "SHARED_TOKENS", 50)
     assert [share(n) for n in (7, 8)] == [0, 8]  # 49 and 56
     assert common.columns_to_share(torch.tensor([[5]])) == 0
+    assert common.columns_to_share(torch.tensor([[i] + [5] * 99 for i in range(8)])) == 0  # alike, but not from the first
 
 
 @pytest.mark.parametrize("ranks, blocks", [(2, 5), (3, 4), (4, 2)])
