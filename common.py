@@ -1460,7 +1460,8 @@ def columns_to_share(ids) -> int:
     say. 0 where that would not save a fifth of the tokens, and SHARED_TOKENS."""
     rows = ids.cpu().unique(dim=0)  # in order
     differs = (rows[1:] != rows[:-1]).cumsum(1) > 0  # from the row above, in this column or before
-    saved = (~differs).sum(0)[:-1] * torch.arange(1, ids.shape[1])  # by reading once what does not
+    begins_as_another = (~differs).sum(0)[:-1] + len(ids) - len(rows)
+    saved = begins_as_another * torch.arange(1, ids.shape[1])  # tokens
     return int(saved.argmax()) + 1 if len(saved) and saved.max() > max(ids.numel() / 5, SHARED_TOKENS) else 0
 
 

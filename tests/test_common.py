@@ -268,6 +268,7 @@ def test_sharing_has_to_save_enough(monkeypatch):
     assert [share(n) for n in (0, 2, 3, 9)] == [0, 0, 3, 9]  # 14 tokens are less than a fifth, 21 more
     monkeypatch.setattr(common, "SHARED_TOKENS", 50)
     assert [share(n) for n in (7, 8)] == [0, 8]  # 49 and 56
+    assert common.columns_to_share(torch.tensor([[5] * 10] * 8)) == 9  # rows that differ only in a token that is not read
     assert common.columns_to_share(torch.tensor([[5]])) == 0
     assert common.columns_to_share(torch.tensor([[i] + [5] * 99 for i in range(8)])) == 0  # alike, but not from the first
 
