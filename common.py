@@ -1417,12 +1417,12 @@ def once_each(function, model, input_ids, attention_mask, *args):
 
 
 def distinct_rows(ids):
-    """[B, L] -> (the distinct rows, in their order; the number [B] of the one that each row is)."""
-    return [x.to(ids.device) for x in ids.cpu().unique(dim=0, return_inverse=True)]  # too few for a GPU
+    """[B, L] -> (the distinct rows, sorted; the number [B] of the one that each row is)."""
+    return [x.to(ids.device) for x in ids.cpu().unique(dim=0, return_inverse=True)]  # few rows: no work for a GPU
 
 
 def completion_tokens(attention_mask, T: int):
-    """((row [n], column [n]) of the real tokens in the last T columns; which token of its row, from 0, is before each)."""
+    """((row [n], column [n]) of the real tokens in the last T columns, the token [n] of its row, from 0, before each)."""
     L = attention_mask.shape[1] - T
     row, column = attention_mask[:, L:].nonzero(as_tuple=True)
     return (row, column), attention_mask[:, :L].sum(1)[row] + column - 1
@@ -1449,19 +1449,21 @@ def shift_left(input_ids, attention_mask, width: int):
 
 
 def can_share(model) -> bool:
-    """Recomputing activations switches the KV cache off; sliding windows and the like have caches of other kinds."""
-    return (model.config._attn_implementation in ("sdpa", "eager") and takes(model, "position_ids")
+    """Can the KV cache of one row go to others? Recomputing activations switches it off; sliding windows and the like
+    have caches of other kinds."""
+    return (model.config._attn_implementation in ("sdpa", "eager")
+            and takes(model, "position_ids") and takes(model, "past_key_values")  # GPT-1 would ignore a cache
             and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
             and all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers))
 
 
 def columns_to_share(ids) -> int:
-    """How many of the first columns of ids [B, width] to read once for all rows that begin alike: those of a prompt,
-    say. 0 where that would not save a fifth of the tokens, and SHARED_TOKENS."""
-    rows = ids.cpu().unique(dim=0)  # in order
+    """How many first columns of ids [B, width] to read once for all rows that begin alike (with a prompt, for example):
+    the number that saves most. 0 if that is not a fifth of the tokens, or not SHARED_TOKENS."""
+    rows = ids.cpu().unique(dim=0)  # sorted: those that begin alike are neighbours
     differs = (rows[1:] != rows[:-1]).cumsum(1) > 0  # from the row above, in this column or before
-    begins_as_another = (~differs).sum(0)[:-1] + len(ids) - len(rows)
-    saved = begins_as_another * torch.arange(1, ids.shape[1])  # tokens
+    begin_as_another = (~differs).sum(0)[:-1] + len(ids) - len(rows)
+    saved = begin_as_another * torch.arange(1, ids.shape[1])  # tokens
     return int(saved.argmax()) + 1 if len(saved) and saved.max() > max(ids.numel() / 5, SHARED_TOKENS) else 0
 
 
@@ -1715,10 +1717,10 @@ def micro_batches(batch, blocks: list, max_tokens: int):
     prompt = [t - c for t, c in zip(total, completion)]
     blocks = [block if isinstance(block, list) else [int(block)] for block in blocks]
     rows = [row for block in blocks for row in block]
-    _, which = distinct_rows(batch.input_ids[rows].where(batch.attention_mask[rows] > 0, -1))
-    copy_of = dict(zip(rows, which.tolist()))  # row: a number that equal rows share
+    ids = batch.input_ids[rows].where(batch.attention_mask[rows] > 0, -1).cpu()
+    copy_of = dict(zip(rows, distinct_rows(ids)[1].tolist()))  # row: a number that equal rows share
 
-    def fits(rows):  # size: as they are stored; padding: as they are computed, shifted left and as wide as the longest
+    def fits(rows):  # size: prompts and completions padded apart; padding: shifted left, as wide as the longest
         size = len(rows) * (max(prompt[row] for row in rows) + max(completion[row] for row in rows))
         padding = 1 - sum(total[row] for row in rows) / len(rows) / max(total[row] for row in rows)
         return size <= max_tokens / 4 or size <= max_tokens and padding <= MAX_PADDING
@@ -1734,7 +1736,8 @@ def micro_batches(batch, blocks: list, max_tokens: int):
             held = new
     while len(dealt) % world_size():  # halve the micro-batch with most blocks until there is one for each rank
         i = dealt.index(max(dealt, key=len))
-        dealt[i:i + 1] = dealt[i][::2], dealt[i][1::2]
+        half = (len(dealt[i]) + 1) // 2
+        dealt[i:i + 1] = dealt[i][:half], dealt[i][half:]
     L = batch.input_ids.shape[1] - batch.mask.shape[1]
     for group in dealt[rank()::world_size()]:  # empty where there are fewer blocks than ranks
         rows = [row for block in group or blocks[:1] for row in block]

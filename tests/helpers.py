@@ -28,7 +28,7 @@ def random_model(architecture: str, seed: int = 0, **changes):
     """A two-layer model of random weights with the tiny model's vocabulary: Qwen2, Llama, Gemma2, GPT2, Mistral, …"""
     tokenizer = common.tiny_tokenizer()
     sizes = dict(SIZES)
-    if architecture == "GPT2":
+    if architecture in ("GPT2", "OpenAIGPT"):
         sizes = dict(n_embd=32, n_layer=2, n_head=4, n_positions=256)
     if architecture == "Gemma2":
         sizes["head_dim"] = 8

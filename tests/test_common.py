@@ -222,16 +222,19 @@ def test_equal_rows_are_computed_once(compute):
     torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_copies_share_a_micro_batch():
+def test_copies_share_a_micro_batch(monkeypatch):
     """Six rows of 25 tokens, shuffled, three and three the same: a micro-batch of 25 tokens has room for all copies."""
     batch = common.Batch(*common.collate([[5]] * 3 + [[6]] * 3, [[7] * 24] * 6, 0))
-    dealt = [rows.tolist() for rows, *_ in common.micro_batches(batch, torch.tensor([4, 0, 3, 2, 5, 1]), 25)]
+    rows = torch.tensor([4, 0, 3, 2, 5, 1])
+    dealt = [rows.tolist() for rows, *_ in common.micro_batches(batch, rows, 25)]
     assert dealt == [[0, 1, 2], [3, 4, 5]]
+    monkeypatch.setattr(common, "world_size", lambda: 2)  # and where one is halved, to have one for each rank, they stay
+    assert [rows.tolist() for rows, *_ in common.micro_batches(batch, rows, 100)] == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("architecture, can_share", [
     ("Qwen2", True), ("Llama", True), ("GPT2", True), ("Qwen3", True), ("GPTNeo", True), ("Falcon", True), ("Cohere", True),
-    ("Bloom", False), ("Mistral", False), ("Gemma2", False)])
+    ("Bloom", False), ("OpenAIGPT", False), ("Mistral", False), ("Gemma2", False)])
 def test_what_rows_begin_with_is_read_once(architecture, can_share, monkeypatch):
     """Same log-probs, entropies and gradients as when each row reads all of its own; sliding windows do.
 
@@ -293,7 +296,7 @@ def test_every_rank_gets_the_same_number_of_micro_batches(ranks, blocks):
             logprobs.sum().backward()  # works for T = 0 too
 
 
-def test_recomputed_activations_share_no_prompt(monkeypatch):
+def test_recomputed_activations_share_nothing(monkeypatch):
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
     model, _ = random_model("Qwen2")
     ids, mask, completion = common.collate([[5, 6, 7, 8, 9, 10, 11, 12]] * 8, [[7, i] for i in range(8)], 0)
@@ -303,7 +306,7 @@ def test_recomputed_activations_share_no_prompt(monkeypatch):
     torch.testing.assert_close(common.token_logprobs(model, ids, mask, completion.shape[1])[0], expected)
 
 
-def test_all_ranks_read_prompts_once_or_none(monkeypatch):
+def test_all_ranks_share_or_none(monkeypatch):
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
     monkeypatch.setattr(common, "on_all_ranks", lambda mine: False)
     monkeypatch.setattr(common, "read_beginnings_once", None)
