@@ -1422,7 +1422,8 @@ def distinct_rows(ids):
 
 
 def completion_tokens(attention_mask, T: int):
-    """The real tokens in the last T columns: (row [n], column [n]); and which token of the row, from 0, is before each."""
+    """The cells (row [n], column [n]) of the real tokens in the last T columns; the token [n] before each, as counted
+    from 0 in its row."""
     L = attention_mask.shape[1] - T
     row, column = attention_mask[:, L:].nonzero(as_tuple=True)
     return (row, column), attention_mask[:, :L].sum(1)[row] + column - 1
