@@ -2130,14 +2130,17 @@ _UNIT = re.compile(r"""
                                                             # it: 5 miles per hour, 5 m/s, 5 cm^{2}; not 2m/3, 2m-3
     """, re.X)
 
+_METRIC = {short + unit: long + name for short, long in (("", ""), ("k", "kilo"), ("c", "centi"), ("m", "milli"))
+           for unit, name in (("m", "met"), ("g", "gram"), ("l", "lit"))}  # kg: kilogram; km: kilometer, kilometre
+
 
 def _same_value(a: str, b: str) -> bool:
     """Compare two numbers, formulas or texts, and their units where both have one."""
     (a, a_unit), (b, b_unit) = _split_unit(a), _split_unit(b)
     short, long = sorted((a_unit, b_unit), key=len)
-    letters = iter(long)  # cm is short for centimeter, but cm2 is not
+    letters = iter(long)  # hr is short for hour, cm for centimeter; but cm2 is not, nor m for mm
     if short and (short[0] != long[0] or short.isalpha() != long.isalpha() or not all(x in letters for x in short)
-                  or len(short) < len(long) == 2):  # m is not short for mm
+                  or short != long and not long.startswith(_METRIC.get(short, ""))):
         return False
     number, in_base = sorted((a, b), key=len)
     if number.isdigit() and re.fullmatch(number + r"_\{?\d+\}?", in_base):  # 4210_5: the question names the base

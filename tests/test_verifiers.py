@@ -104,6 +104,7 @@ SAME = [
     # m is a unit after a number, but not in a formula
     ("2m-3", "-3+2m"), ("5m^2+9m+8", "9m+8+5m^2"), ("3m^2+4", "4+3m^2"), ("3(m-2)", "3m-6"), ("2m/3", "\\frac{2m}{3}"),
     ("5m^2", "5"), ("5 m/s", "5"), ("9.8 m/s^2", "9.8"), ("5 m^{-2}", "5"), ("3 kg-m", "3"),
+    ("5 km", "5 kilometres"), ("5 kg", "5 kilograms"), ("5 m", "5 meters"), ("5 L", "5 liters"), ("5 mg", "5 milligrams"),
     # spellings, and what cannot be read
     ("6 \\div 4", "3/2"), ("x \\lt 3", "3 \\gt x"), ("x \\neq 2", "2 \\ne x"), ("(1;2)", "(1,2)"), ("∞", "\\infty"),
     ("2⅓", "7/3"), ("1¾", "\\frac74"), ("½+¼", "3/4"), ("⅔", "2/3"), ("\\dbinom{5}{2}", "10"), ("f\\colon 3", "f:3"),
@@ -143,6 +144,7 @@ def test_the_same_answer_written_another_way(a, b):
     ("1\\pm\\sqrt5,-2", "1\\pm\\sqrt5,2"), ("\\sin(x)^2", "\\sin(x^2)"),
     ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1&2\\end{pmatrix}"), ("\\{x|x>3\\}", "x \\ge 3"),
     ("2m-3", "2"), ("2m/3", "2"), ("3L/2", "3"), ("4g-2", "4"), ("2g(3)", "2"), ("5 m", "5 mm"), ("5 m", "5 ml"),
+    ("5 km", "5 kilograms"), ("5 m", "5 minutes"), ("5 m", "5 miles"), ("5 g", "5 gallons"),
     ("a+d", "b+c"), ("p+s", "q+r"), ("a-b", "y-z"), ("2k", "j+l"), ("2:00", "8"), ("1:00", "1"), ("x_0", "x^3"),
     ("x_1+x_4", "x_2+x_3"), ("x_1+y_2", "x_2+y_1"),
     ("x\\le3", "-x\\le-3"), ("5 mm", "5 meters"), ("X", "x"), ("2.5!", "2"), ("1234,567", "1234567"), ("(A) (C)", "(C)"),
