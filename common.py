@@ -1383,7 +1383,7 @@ def just_below(threshold: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 # --------------------------------------------------------------------------------------------------- log-probs
 
 HEAD_SLICE = {"cpu": 2 ** 21, "cuda": 2 ** 27}  # logits (tokens × vocabulary) at a time: 8 MB, 512 MB in float32
-SHARED_TOKENS = 400  # beginnings are read once if that saves so many, and a fifth: else a second pass costs more
+SHARED_TOKENS = 400  # prefixes are read once if that saves so many, and a fifth: else a second pass costs more
 
 
 def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int, temperature: float = 1.0):
@@ -1436,9 +1436,9 @@ def hidden_states(model, input_ids, attention_mask, row, last):
     follows a token cannot change it, so no attention mask is needed and the fast causal kernels run.
     """
     ids = shift_left(input_ids, attention_mask, int(last.max()) + 1 if len(row) else 1)
-    shared = columns_to_share(ids) if can_share(model) else 0
+    shared = prefix_to_share(ids) if can_share_prefixes(model) else 0
     if on_all_ranks(shared > 0):  # every rank must make the same passes, for FSDP gathers layer by layer
-        return read_beginnings_once(model, ids, shared)[row, last]
+        return read_prefixes_once(model, ids, shared)[row, last]
     return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[row, last]
 
 
@@ -1449,7 +1449,7 @@ def shift_left(input_ids, attention_mask, width: int):
     return input_ids.gather(1, columns.clamp(max=input_ids.shape[1] - 1))
 
 
-def can_share(model) -> bool:
+def can_share_prefixes(model) -> bool:
     """Can the KV cache of one row go to others? Recomputing activations switches it off; sliding windows and the like
     have caches of other kinds."""
     return (model.config._attn_implementation in ("sdpa", "eager")
@@ -1458,22 +1458,22 @@ def can_share(model) -> bool:
             and all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers))
 
 
-def columns_to_share(ids) -> int:
-    """How many first columns of ids [B, width] to read once for all rows that begin alike (with a prompt, for example):
-    the number that saves most. 0 if that is not a fifth of the tokens, or not SHARED_TOKENS."""
-    rows = ids.cpu().unique(dim=0)  # sorted: those that begin alike are neighbours
+def prefix_to_share(ids) -> int:
+    """How long a prefix of ids [B, width] (the prompt, for example) to read once for all rows that share it: the length
+    that saves most tokens. 0 if those are not a fifth of all, or not SHARED_TOKENS."""
+    rows = ids.cpu().unique(dim=0)  # sorted: those that share a prefix are neighbours
     differs = (rows[1:] != rows[:-1]).cumsum(1) > 0  # from the row above, in this column or before
-    begin_as_another = (~differs).sum(0)[:-1] + len(ids) - len(rows)
-    saved = begin_as_another * torch.arange(1, ids.shape[1])  # tokens
+    repeated = (~differs).sum(0)[:-1] + len(ids) - len(rows)  # prefixes, of 1, 2, … columns
+    saved = repeated * torch.arange(1, ids.shape[1])  # tokens
     return int(saved.argmax()) + 1 if len(saved) and saved.max() > max(ids.numel() / 5, SHARED_TOKENS) else 0
 
 
-def read_beginnings_once(model, ids, shared: int):
-    """Hidden states [B, width, H] of ids [B, width]. Each distinct beginning, of `shared` columns, is read once; its KV
+def read_prefixes_once(model, ids, shared: int):
+    """Hidden states [B, width, H] of ids [B, width]. Each distinct prefix, of `shared` columns, is read once; its KV
     cache is copied to its rows, which go on from there, and gradients flow back through the copies."""
-    beginnings, which = distinct_rows(ids[:, :shared])
+    prefixes, which = distinct_rows(ids[:, :shared])
     cache, positions = DynamicCache(config=model.config), torch.arange(ids.shape[1], device=ids.device)[None]
-    hidden = model.base_model(input_ids=beginnings, position_ids=positions[:, :shared], past_key_values=cache,
+    hidden = model.base_model(input_ids=prefixes, position_ids=positions[:, :shared], past_key_values=cache,
                               use_cache=True).last_hidden_state
     cache.reorder_cache(which)
     rest = model.base_model(input_ids=ids[:, shared:], position_ids=positions[:, shared:], past_key_values=cache,

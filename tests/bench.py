@@ -322,7 +322,7 @@ def step(args, flags: list[str]) -> dict:
     def count(model, input_ids, attention_mask, *a):
         models.append(model)
         rows, _ = common.distinct_rows(input_ids.where(attention_mask > 0, -1))
-        lengths = (rows >= 0).sum(1)  # what is computed (where beginnings are read once, less): rows shifted left
+        lengths = (rows >= 0).sum(1)  # what is computed (where prefixes are read once, less): rows shifted left
         real.update(rows=len(input_ids), distinct=len(rows), padded=len(rows) * int(lengths.max()),
                     tokens=int(lengths.sum()), attended=int(lengths.square().sum()) / 2)  # by all tokens, causally
         return token_logprobs(model, input_ids, attention_mask, *a)

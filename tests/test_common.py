@@ -235,10 +235,10 @@ def test_copies_share_a_micro_batch(monkeypatch):
 @pytest.mark.parametrize("architecture, can_share", [
     ("Qwen2", True), ("Llama", True), ("GPT2", True), ("Qwen3", True), ("GPTNeo", True), ("Falcon", True), ("Cohere", True),
     ("Bloom", False), ("OpenAIGPT", False), ("Mistral", False), ("Gemma2", False)])
-def test_what_rows_begin_with_is_read_once(architecture, can_share, monkeypatch):
+def test_a_prefix_is_read_once_for_all_rows_that_share_it(architecture, can_share, monkeypatch):
     """Same log-probs, entropies and gradients as when each row reads all of its own; sliding windows do.
 
-    Prompts of three and five tokens, the latter with completions that begin with 9 9: reading two beginnings of three
+    Prompts of three and five tokens, the latter with completions that begin with 9 9: reading two prefixes of three
     columns saves 3 · 3 tokens, of five columns 2 · 5, three of seven columns 2 · 7: the best.
     """
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
@@ -258,7 +258,7 @@ def test_what_rows_begin_with_is_read_once(architecture, can_share, monkeypatch)
     read.clear()
     once = run()
     assert read == ([(3, 7), (5, 4)] if can_share else [(5, 11)])
-    monkeypatch.setattr(common, "can_share", lambda model: False)
+    monkeypatch.setattr(common, "can_share_prefixes", lambda model: False)
     for a, b in zip(once, run()):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
@@ -266,14 +266,14 @@ def test_what_rows_begin_with_is_read_once(architecture, can_share, monkeypatch)
 def test_sharing_has_to_save_enough(monkeypatch):
     """Eight rows of ten columns that begin with the same n: one reading saves 7 n of 80 tokens."""
     def share(n):
-        return common.columns_to_share(torch.tensor([[5] * n + [i] * (10 - n) for i in range(8)]))
+        return common.prefix_to_share(torch.tensor([[5] * n + [i] * (10 - n) for i in range(8)]))
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
     assert [share(n) for n in (0, 2, 3, 9)] == [0, 0, 3, 9]  # 14 tokens are less than a fifth, 21 more
     monkeypatch.setattr(common, "SHARED_TOKENS", 50)
     assert [share(n) for n in (7, 8)] == [0, 8]  # 49 and 56
-    assert common.columns_to_share(torch.tensor([[5] * 10] * 8)) == 9  # rows that differ only in a token that is not read
-    assert common.columns_to_share(torch.tensor([[5]])) == 0
-    assert common.columns_to_share(torch.tensor([[i] + [5] * 99 for i in range(8)])) == 0  # alike, but not from the first
+    assert common.prefix_to_share(torch.tensor([[5] * 10] * 8)) == 9  # rows that differ only in a token that is not read
+    assert common.prefix_to_share(torch.tensor([[5]])) == 0
+    assert common.prefix_to_share(torch.tensor([[i] + [5] * 99 for i in range(8)])) == 0  # alike, but not from the first
 
 
 @pytest.mark.parametrize("ranks, blocks", [(2, 5), (3, 4), (4, 2)])
@@ -309,7 +309,7 @@ def test_recomputed_activations_share_nothing(monkeypatch):
 def test_all_ranks_share_or_none(monkeypatch):
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
     monkeypatch.setattr(common, "on_all_ranks", lambda mine: False)
-    monkeypatch.setattr(common, "read_beginnings_once", None)
+    monkeypatch.setattr(common, "read_prefixes_once", None)
     model, _ = random_model("Qwen2")
     model.head_is_sliceable = True
     ids, mask, completion = common.collate([[5, 6, 7, 8, 9, 10, 11, 12]] * 8, [[7, i] for i in range(8)], 0)

@@ -21,7 +21,7 @@ import common
 from helpers import ROOT, FakeRun, few_problems, fork_script, random_model, read_metrics, run_script
 
 SCRIPTS = ["grpo", "dapo", "dr_grpo", "ppo", "dpo", "dpo --on_policy", "reward_model"]
-# groups large enough to have what they begin with read once, few of them the same
+# groups large enough to have their prefixes read once, few completions the same
 LARGE_GROUPS = "grpo --prompts_per_step 8 --group_size 32 --max_new_tokens 12 --temperature 3"
 
 
@@ -529,8 +529,8 @@ common.launch(lambda cfg: None, common.RunConfig)  # leaves as a script does
 @pytest.mark.parametrize("script", [*SCRIPTS, LARGE_GROUPS])
 def test_two_processes_give_the_numbers_of_one(script, whole_run, jobs, monkeypatch):
     """Same prompts, same sampled tokens (a row's random numbers are its own), same loss and gradient norm."""
-    shared, read = [], common.read_beginnings_once
-    monkeypatch.setattr(common, "read_beginnings_once", lambda *args: (shared.append(args), read(*args))[1])
+    shared, read = [], common.read_prefixes_once
+    monkeypatch.setattr(common, "read_prefixes_once", lambda *args: (shared.append(args), read(*args))[1])
     folder, job = jobs[TWO_AS_ONE]
     assert job.result().returncode == 0, job.result().stderr
     one, two = read_metrics(whole_run(script)), read_metrics(folder / script)
@@ -539,7 +539,7 @@ def test_two_processes_give_the_numbers_of_one(script, whole_run, jobs, monkeypa
         for name in together.keys() - TIMING:
             assert together[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
     assert (folder / script / "model" / "model.safetensors").exists()
-    assert shared or script != LARGE_GROUPS  # it did read beginnings once
+    assert shared or script != LARGE_GROUPS  # it did read prefixes once
 
 
 @pytest.mark.parametrize("script", ["dpo --on_policy", "reward_model"])
