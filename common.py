@@ -837,8 +837,8 @@ def collate(prompts: list[list[int]], completions: list[list[int]], pad_id: int,
     L, T = max(map(len, prompts)), max(map(len, completions))
     rows = [[pad_id] * (L - len(p)) + p + c + [pad_id] * (T - len(c)) for p, c in zip(prompts, completions)]
     real = [[0] * (L - len(p)) + [1] * (len(p) + len(c)) + [0] * (T - len(c)) for p, c in zip(prompts, completions)]
-    attention_mask = torch.tensor(real, device=device)
-    return torch.tensor(rows, device=device), attention_mask, attention_mask[:, L:].bool()
+    input_ids, attention_mask = (torch.tensor(np.array(x), device=device) for x in (rows, real))  # numpy reads faster
+    return input_ids, attention_mask, attention_mask[:, L:].bool()
 
 
 # --------------------------------------------------------------------------------------------- preference data
@@ -1413,7 +1413,7 @@ def once_each(function, model, input_ids, attention_mask, *args):
     if len(distinct) == len(input_ids):
         return call_gathered(function, model, input_ids, attention_mask.long(), *args)
     out = call_gathered(function, model, distinct.clamp(min=0), (distinct >= 0).long(), *args)
-    return tuple(values[copy_of] for values in out)
+    return tuple(values.index_select(0, copy_of) for values in out)
 
 
 def distinct_rows(ids):
@@ -1438,8 +1438,16 @@ def hidden_states(model, input_ids, attention_mask, row, last):
     ids = shift_left(input_ids, attention_mask, int(last.max()) + 1 if len(row) else 1)
     shared = prefix_to_share(ids) if can_share_prefixes(model) else 0
     if on_all_ranks(shared > 0):  # every rank must make the same passes, for FSDP gathers layer by layer
-        return read_prefixes_once(model, ids, shared)[row, last]
-    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[row, last]
+        hidden = read_prefixes_once(model, ids, shared)
+    else:
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return cells_of(hidden, row, last)
+
+
+def cells_of(x, row, column):
+    """x[row, column] of x [B, width, …]. The gradient of that takes seven times as long, and where it adds up it does so
+    in an order that changes from run to run: so index_select, here and below."""
+    return x.flatten(0, 1).index_select(0, row * x.shape[1] + column)
 
 
 def shift_left(input_ids, attention_mask, width: int):
@@ -1478,7 +1486,7 @@ def read_prefixes_once(model, ids, shared: int):
     cache.reorder_cache(which)
     rest = model.base_model(input_ids=ids[:, shared:], position_ids=positions[:, shared:], past_key_values=cache,
                             use_cache=True).last_hidden_state
-    return torch.cat([hidden[which], rest], 1)
+    return torch.cat([hidden.index_select(0, which), rest], 1)
 
 
 def head_weights(model) -> list:
@@ -1507,13 +1515,9 @@ def sliced_logprobs(model, input_ids, attention_mask, T, temperature):
     cells, before = completion_tokens(attention_mask, T)
     hidden = hidden_states(model, input_ids, attention_mask, cells[0], before)  # what predicts the tokens
     targets = input_ids[:, input_ids.shape[1] - T:][cells]
-    weights = head_weights(model)
     size = max(1, HEAD_SLICE[hidden.device.type] // max(1, len(hidden)))
     size -= size % min(size, 128)  # tensor cores want aligned rows
-    if size >= len(weights[0]):
-        values = TargetLogprobs.apply(head_logits(model.config, hidden, *weights), targets, temperature)
-    else:
-        values = SlicedLogprobs.apply(model.config, targets, temperature, size, hidden, *weights)
+    values = SlicedLogprobs.apply(model.config, targets, temperature, size, hidden, *head_weights(model))
     empty = torch.zeros(len(input_ids), T, device=hidden.device)
     return tuple(empty.index_put(cells, value) for value in values)
 
@@ -1522,30 +1526,12 @@ def unsliced_logprobs(model, input_ids, attention_mask, T, temperature):
     """The same from the model's own logits, for heads of another form: holds [B, L+T, V]."""
     cells, before = completion_tokens(attention_mask, T)
     ids = shift_left(input_ids, attention_mask, int(attention_mask.sum(1).max()))  # as in hidden_states
-    logits = model(input_ids=ids, use_cache=False).logits[cells[0], before].float()
+    logits = cells_of(model(input_ids=ids, use_cache=False).logits, cells[0], before).float()
+    logp = (logits / temperature).log_softmax(-1)
     targets = input_ids[:, input_ids.shape[1] - T:][cells]
+    values = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(1)  # entropy: −Σ p log p
     empty = torch.zeros(len(input_ids), T, device=logits.device)
-    return tuple(empty.index_put(cells, values) for values in TargetLogprobs.apply(logits, targets, temperature))
-
-
-class TargetLogprobs(torch.autograd.Function):
-    """logits [n, V], targets [n] -> log-probability of the target [n], entropy of the distribution [n].
-
-    What plain operations would give, with two tensors of [n, V] in the backward pass rather than five.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, targets, temperature):
-        ctx.set_materialize_grads(False)
-        ctx.temperature = temperature
-        logp = (logits / temperature if temperature != 1.0 else logits).log_softmax(-1)
-        entropy = -torch.bmm(logp.exp()[:, None], logp[:, :, None])[:, 0, 0]  # −Σ p log p
-        ctx.save_for_backward(logp, targets, entropy)
-        return logp.gather(-1, targets[:, None])[:, 0], entropy
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return logits_gradient(*ctx.saved_tensors, ctx.temperature, *grads), None, None
+    return tuple(empty.index_put(cells, value) for value in values)
 
 
 def logits_gradient(logp, targets, entropy, temperature, grad, grad_entropy):
@@ -1563,7 +1549,9 @@ def logits_gradient(logp, targets, entropy, temperature, grad, grad_entropy):
 
 
 class SlicedLogprobs(torch.autograd.Function):
-    """`TargetLogprobs` of `head_logits(config, hidden, *weights)`, of which only `size` columns exist at a time.
+    """Log-probability of the targets [n], and entropy [n] of the distributions, from hidden states [n, H].
+
+    Of `head_logits(config, hidden, *weights)`, [n, V], only `size` columns exist at a time.
 
     With z_v = logit_v / τ less the largest of its row,  log p_v = z_v − log Σ exp z  and  H = log Σ exp z − Σ p z. The
     forward pass keeps the sums Σ exp z and Σ z exp z of each slice, with z less the largest of that slice, and then
