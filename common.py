@@ -1445,7 +1445,7 @@ def hidden_states(model, input_ids, attention_mask, row, last):
 
 
 def cells_of(x, row, column):
-    """x[row, column] of x [B, width, …]. The gradient of that takes seven times as long, and where it adds up it does so
+    """x[row, column] of x [B, width, …]. The gradient of that takes seven times as long, and where it adds up does so
     in an order that changes from run to run: so index_select, here and below."""
     return x.flatten(0, 1).index_select(0, row * x.shape[1] + column)
 
