@@ -248,6 +248,10 @@ def setup_device() -> torch.device:
         torch.backends.cuda.enable_cudnn_sdp(False)  # replans for each shape; NaN with some masks (pytorch #196678)
     else:
         keep_freed_memory()
+        # Some gradients (of a mixture of experts, of repeated indices) would add up in the order that threads happen to
+        # run in: a run would not repeat itself.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # else empty tensors are filled, which takes time
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(AttributeError):  # Linux: when torchrun itself is killed, its processes end too
             PR_SET_PDEATHSIG = 1
@@ -1185,8 +1189,10 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
                 break
             many_ended = m <= len(ended) // 2 and len(ended) > LEAST_ROWS  # each graph has its number of rows
             if m < len(ended) and (graph is None or many_ended):
-                stay = torch.arange(m, device=device)  # stay[i]: the row that moves to place i. A place whose row has
-                stay[ended[:m]] = m + (~ended[m:]).nonzero()[:, 0]  # ended takes a live one from behind the first m
+                # The m rows that still run get the first m places: a place whose row has ended takes one from behind.
+                # Of five rows, of which 1 and 3 have ended: stay = [0, 4, 2].
+                stay = torch.arange(m, device=device)
+                stay[ended[:m]] = m + (~ended[m:]).nonzero()[:, 0]
                 alive, chosen, position, mask, ended = (x[stay] for x in (alive, chosen, position, mask, ended))
                 cache.reorder_cache(stay)
                 graph = None
@@ -1381,6 +1387,13 @@ def just_below(threshold: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------------------------------- log-probs
+#
+# Each function leaves something out before the next one computes:
+#   token_logprobs     chooses: logits by slices, or all at once (`unsliced_logprobs`)
+#   once_each          rows that are copies of another
+#   sliced_logprobs    prompts and padding: only real completion tokens, each from the hidden state before it
+#   hidden_states      left padding, and (`read_prefixes_once`) prefixes that several rows share
+#   SlicedLogprobs     all but some columns of the logits
 
 HEAD_SLICE = {"cpu": 2 ** 21, "cuda": 2 ** 27}  # logits (tokens × vocabulary) at a time: 8 MB, 512 MB in float32
 SHARED_TOKENS = 400  # prefixes are read once if that saves so many, and a fifth: else a second pass costs more
@@ -1430,7 +1443,7 @@ def completion_tokens(attention_mask, T: int):
 
 
 def hidden_states(model, input_ids, attention_mask, row, last):
-    """Hidden states [n, H] of rows `row` [n] at their real tokens `last` [n], counted from 0: having read up to these.
+    """The hidden state [n, H] after token last[i] of row row[i], where a row's first real token is number 0.
 
     Each row is shifted left by its padding, so that it begins at column 0 with position 0. In a causal model what
     follows a token cannot change it, so no attention mask is needed and the fast causal kernels run.
@@ -1526,11 +1539,11 @@ def unsliced_logprobs(model, input_ids, attention_mask, T, temperature):
     """The same from the model's own logits, for heads of another form: holds [B, L+T, V]."""
     cells, before = completion_tokens(attention_mask, T)
     ids = shift_left(input_ids, attention_mask, int(attention_mask.sum(1).max()))  # as in hidden_states
-    logits = cells_of(model(input_ids=ids, use_cache=False).logits, cells[0], before).float()
-    logp = (logits / temperature).log_softmax(-1)
+    logp = cells_of(model(input_ids=ids, use_cache=False).logits, cells[0], before)  # [n, V] logits
+    logp = (logp.float() / temperature).log_softmax(-1)
     targets = input_ids[:, input_ids.shape[1] - T:][cells]
     values = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(1)  # entropy: −Σ p log p
-    empty = torch.zeros(len(input_ids), T, device=logits.device)
+    empty = torch.zeros(len(input_ids), T, device=logp.device)
     return tuple(empty.index_put(cells, value) for value in values)
 
 
@@ -1696,8 +1709,8 @@ def micro_batches(batch, blocks: list, max_tokens: int):
     batch: a Rollout, Batch or the like. blocks: row numbers, or lists of those that must stay together (answers to a
     prompt). Yields (rows [B], input_ids [B, L+T], attention_mask [B, L+T], T), trimmed to the longest prompt and
     completion among them, at most `max_tokens` tokens, with padding and without copies of the same row, unless a single
-    block has more. Sorted by length (and then by row: so copies meet), and not filled up where the next block would
-    make too much of it padding.
+    block has more. Sorted, the longest first (and then by row: so copies meet), and not filled up where the next block
+    would make too much of it padding.
 
     Every rank yields the same number: FSDP's gradient reduction waits for all. A rank that has none of its own, since
     there are fewer blocks than ranks, yields the first block again, with T = 0: that must get no weight.
@@ -1714,7 +1727,8 @@ def micro_batches(batch, blocks: list, max_tokens: int):
         padding = 1 - sum(total[row] for row in rows) / len(rows) / max(total[row] for row in rows)
         return size <= max_tokens / 4 or size <= max_tokens and padding <= MAX_PADDING
 
-    dealt, held = [], {}  # lists of blocks; the rows of the last one, copies once: see `once_each`
+    dealt = []  # the micro-batches, each a list of blocks
+    held = {}  # copy_of[row]: row, of the last one; copies take room once, for `once_each` computes them once
     for block in sorted(blocks, key=lambda block: (-max(total[row] for row in block), block)):
         new = {copy_of[row]: row for row in block}
         if dealt and fits((held | new).values()):
@@ -1760,12 +1774,12 @@ def load_reward(cfg, wrong: float = 0.0):
             seed = int(torch.randint(2 ** 31, ()))
             try:
                 for i in my_share(len(rollout.completions)):
+                    problem, completion = problems[i // G], rollout.completions[i]
                     if judge is not verify:  # a function may draw numbers: the same ones for a row on any rank
                         for set_seed in (random.seed, np.random.seed, torch.default_generator.manual_seed):
                             set_seed(seed + i)
-                    reward = judge(problems[i // G], rollout.completions[i])
-                    text = problems[i // G].opening + rollout.completions[i]
-                    bonus = cfg.format_reward * format_reward(text) if cfg.format_reward else 0.0
+                    reward = judge(problem, completion)
+                    bonus = cfg.format_reward * format_reward(problem.opening + completion)
                     judged.append((reward + bonus, reward > 0))
             except UserError as error:
                 failed.append(error)
@@ -1808,14 +1822,11 @@ def load_reward_model(cfg):
         if (longest := int(batch.attention_mask.sum(1).max())) > (context := context_length(model)):
             raise UserError(f"--reward {cfg.reward}: its context is {context} tokens, a sequence has {longest}")
         rewards = all_scores(model, batch, range(len(rows_of)), cfg.micro_batch_tokens) - shift  # [N]
-        correct = torch.tensor([is_equivalent(extract_answer(text), problem.answer) if problem.answer is not None
-                                else reward > 0 for problem, text, reward
-                                in zip(rows_of, rollout.completions, rewards.tolist())], device=device)
-        if cfg.format_reward:
-            rewards += cfg.format_reward * torch.tensor([
-                format_reward(problem.opening + text) for problem, text in zip(rows_of, rollout.completions)],
-                device=device)
-        return rewards.view(shape), correct.view(shape)
+        judged = [(cfg.format_reward * format_reward(problem.opening + text),
+                   reward > 0 if problem.answer is None else is_equivalent(extract_answer(text), problem.answer))
+                  for problem, text, reward in zip(rows_of, rollout.completions, rewards.tolist())]
+        bonus, correct = torch.tensor(list(zip(*judged)), device=device)  # [N] each
+        return (rewards + bonus).view(shape), correct.bool().view(shape)
     return score
 
 
@@ -2363,14 +2374,15 @@ class Run:
     MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "eval_every", "eval_samples",
                   "max_bad_steps", "micro_batch_tokens", "gradient_checkpointing"}
 
-    bad_model = None  # the one whose update was skipped last
-    extra = {}        # numbers that a script keeps across --resume: assigned before `start`
+    extra = {}  # numbers that a script keeps across --resume: assigned before `start`
 
     def __init__(self, cfg):
         """Check the output directory, join the other ranks, seed. Writes nothing yet."""
         self.script = Path(sys.argv[0]).name
         self.cfg, self.directory = cfg, Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
-        self.next_step, self.bad_steps, self.stop_signal = 0, 0, 0
+        self.next_step = 0  # the first that is not done, by which a checkpoint is named; 0: evaluation before training
+        self.bad_steps = collections.Counter()  # by the model's name: PPO has two
+        self.stop_signal = 0
         self.check_directory()
         if cfg.log_to != "none" and not importlib.util.find_spec(cfg.log_to):
             raise UserError(f"--log_to {cfg.log_to}: pip install {cfg.log_to}")
@@ -2429,13 +2441,11 @@ class Run:
         self.data, self.trained = data, trained
         if self.cfg.resume:
             self.load_checkpoint()
-        else:
-            with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
-                on_main_rank_first(self.make_directory)
+        with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
+            on_main_rank_first(self.drop_later_lines if self.cfg.resume else self.make_directory)
+        if not self.cfg.resume:
             self.save_checkpoint()
         if rank() == 0:
-            with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
-                self.drop_later_lines()
             try:
                 self.log = self.open_logger() if self.cfg.log_to != "none" else None
             except Exception as error:  # W&B's are of no built-in kind
@@ -2476,7 +2486,8 @@ class Run:
                 "script": self.script, "flags": dataclasses.asdict(self.cfg), "commit": commit or None,
                 "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
                              "transformers": transformers.__version__, "numpy": np.__version__},
-                "processes": world_size(), "device": str(self.device)}, indent=2) + "\n")
+                "processes": world_size(), "threads": torch.get_num_threads(), "device": str(self.device)},
+                indent=2) + "\n")
 
     def note_signal(self, number, frame):
         """Finish the step first; a second signal ends at once."""
@@ -2509,19 +2520,19 @@ class Run:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.cfg.max_grad_norm)
         norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
         lr = schedule.get_last_lr()[0]
+        name = next(name for name, (trained, *_) in self.trained.items() if trained is model)
         if math.isfinite(norm) and math.isfinite(loss):
             optimizer.step()
             schedule.step()
-            if self.bad_model in (None, model):  # PPO: the critic's good update does not excuse the policy's bad one
-                self.bad_steps = 0
+            self.bad_steps[name] = 0
         else:
-            self.bad_steps, self.bad_model = self.bad_steps + 1, model
-            say(f"loss {loss}, gradient norm {norm}: update skipped ({self.bad_steps} in a row)")
+            self.bad_steps[name] += 1
+            say(f"loss {loss}, gradient norm {norm}: update skipped ({self.bad_steps[name]} in a row)")
         optimizer.zero_grad(set_to_none=True)
-        if self.bad_steps >= self.cfg.max_bad_steps:
+        if self.bad_steps[name] >= self.cfg.max_bad_steps:
             self.save_checkpoint()
-            raise TrainingFailed(f"{self.bad_steps} updates in a row had a non-finite loss or gradient; saved. Look at "
-                                 "the data and the reward, or start again with a lower --lr")
+            raise TrainingFailed(f"{self.bad_steps[name]} updates in a row had a non-finite loss or gradient; saved. "
+                                 "Look at the data and the reward, or start again with a lower --lr")
         return {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def evaluates(self, step: int) -> bool:
@@ -2603,7 +2614,7 @@ class Run:
         if from_main_rank(final.exists()):  # a run that gives up in mid-step has it: --resume repeats the step
             return
         temporary = final.with_name("unfinished")
-        state = {"next_step": self.next_step, "position": self.data.position, "bad_steps": self.bad_steps,
+        state = {"next_step": self.next_step, "position": self.data.position, "bad_steps": dict(self.bad_steps),
                  "extra": self.extra,
                  "schedules": {name: schedule.state_dict() for name, (_, _, schedule) in self.trained.items()},
                  "random": torch.get_rng_state()}  # alike on all ranks; rewards have seeds of their own
@@ -2644,7 +2655,7 @@ class Run:
             for name, (_, _, schedule) in self.trained.items():
                 schedule.load_state_dict(state["schedules"][name])
             self.next_step, self.data.position = state["next_step"], state["position"]
-            self.bad_steps, self.extra = state["bad_steps"], state["extra"]
+            self.bad_steps, self.extra = collections.Counter(state["bad_steps"]), state["extra"]
             torch.set_rng_state(state["random"])
         # damaged files raise anything, from EOFError to UnpicklingError; and CheckpointException is no Exception
         except (Exception, dcp.api.CheckpointException) as error:

@@ -1,4 +1,5 @@
 """Small random models of many architectures, ways to run a script, and the plain algorithms' parts to check it by."""
+import collections
 import contextlib
 import importlib
 import io
@@ -118,8 +119,8 @@ def few_pairs(folder) -> Path:
 class FakeRun(common.Run):
     """A Run without directory: for its optimizer step."""
 
-    def __init__(self, cfg):
-        self.cfg, self.bad_steps, self.saved = cfg, 0, False
+    def __init__(self, cfg, **trained):
+        self.cfg, self.trained, self.bad_steps, self.saved = cfg, trained, collections.Counter(), False
 
     def save_checkpoint(self):
         self.saved = True

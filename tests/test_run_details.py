@@ -126,7 +126,7 @@ def test_all_the_state_comes_back(tmp_path, monkeypatch):
     run.next_step = 1
     run.save_checkpoint()
     again, other, _, rates = begin(tmp_path, monkeypatch, resume=True)
-    assert (again.next_step, again.bad_steps, again.extra, again.data.position) == (1, 1, {"scale": 2.5}, 3)
+    assert (again.next_step, again.bad_steps, again.extra, again.data.position) == (1, {"policy": 1}, {"scale": 2.5}, 3)
     assert rates.get_last_lr() == [0.05] and torch.equal(other.weight, model.weight)
     assert [p.name for p in again.checkpoints()] == ["step-000001"]
 
@@ -169,7 +169,7 @@ def test_a_gradient_is_clipped_by_hand():
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     before = model.weight.detach().clone()
     model(torch.tensor([[3.0, 4.0]])).sum().backward()
-    run = FakeRun(SimpleNamespace(max_grad_norm=0.5, max_bad_steps=5))
+    run = FakeRun(SimpleNamespace(max_grad_norm=0.5, max_bad_steps=5), policy=(model, optimizer, schedule))
     done = run.optimizer_step(model, optimizer, schedule, torch.tensor(1.5))
     assert done == {"loss": 1.5, "grad_norm": pytest.approx(5), "lr": 1.0}
     torch.testing.assert_close(before - model.weight, torch.tensor([[0.3, 0.4]]))

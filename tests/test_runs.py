@@ -352,10 +352,11 @@ def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
 def test_a_non_finite_update_is_skipped_counted_and_ends_the_run(bad, capsys):
     import grpo
     cfg = grpo.Config(max_bad_steps=3, lr=0.1)
-    model = torch.nn.Linear(2, 1)
+    model, critic = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     before = model.weight.detach().clone()
-    run, optimizer = FakeRun(cfg), torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    run = FakeRun(cfg, policy=(model, optimizer, schedule), value=(critic, None, None))
 
     def step(factor):
         loss = model(torch.ones(1, 2)).sum() * factor
@@ -364,17 +365,16 @@ def test_a_non_finite_update_is_skipped_counted_and_ends_the_run(bad, capsys):
 
     step(bad)
     step(bad)
-    assert torch.equal(model.weight, before) and run.bad_steps == 2 and "2 in a row" in capsys.readouterr().err
+    assert torch.equal(model.weight, before) and run.bad_steps["policy"] == 2 and "2 in a row" in capsys.readouterr().err
     step(1.0)
-    assert run.bad_steps == 0 and not torch.equal(model.weight, before)
+    assert run.bad_steps["policy"] == 0 and not torch.equal(model.weight, before)
     before = model.weight.detach().clone()
     model(torch.ones(1, 2)).sum().backward()
     run.optimizer_step(model, optimizer, schedule, torch.tensor(bad))  # the loss alone
-    assert torch.equal(model.weight, before) and run.bad_steps == 1
-    critic = torch.nn.Linear(2, 1)
+    assert torch.equal(model.weight, before) and run.bad_steps["policy"] == 1
     critic(torch.ones(1, 2)).sum().backward()
     run.optimizer_step(critic, torch.optim.AdamW(critic.parameters()), schedule, torch.tensor(0.0))
-    assert run.bad_steps == 1  # a good update of one model does not excuse the other
+    assert run.bad_steps["policy"] == 1  # a good update of one model does not excuse the other
     step(1.0)
     with pytest.raises(common.TrainingFailed, match="3 updates in a row"):
         for _ in range(3):
