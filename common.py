@@ -116,7 +116,7 @@ class RunConfig:
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, 1/3 more time")
     freeze_layers: float = flag(0.0, "this share of the layers, from the first, does not train")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag("constant", "after the warm-up: constant, or down to 0")
-    max_bad_steps: int = flag(5, "updates in a row with a non-finite gradient before the run gives up")
+    max_bad_steps: int = flag(5, "updates in a row with a non-finite loss or gradient before the run gives up")
 
 
 LARGEST = 1e30  # short of infinity
@@ -1388,12 +1388,12 @@ def just_below(threshold: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 
 # --------------------------------------------------------------------------------------------------- log-probs
 #
-# Each function leaves something out before the next one computes:
-#   token_logprobs     chooses: logits by slices, or all at once (`unsliced_logprobs`)
+# What each function saves, from the outermost to the innermost:
+#   token_logprobs     (chooses: logits by slices, or all at once, `unsliced_logprobs`)
 #   once_each          rows that are copies of another
-#   sliced_logprobs    prompts and padding: only real completion tokens, each from the hidden state before it
+#   sliced_logprobs    logits of prompts and padding: the head gets only the hidden states before completion tokens
 #   hidden_states      left padding, and (`read_prefixes_once`) prefixes that several rows share
-#   SlicedLogprobs     all but some columns of the logits
+#   SlicedLogprobs     memory: of the logits only some columns exist at a time
 
 HEAD_SLICE = {"cpu": 2 ** 21, "cuda": 2 ** 27}  # logits (tokens × vocabulary) at a time: 8 MB, 512 MB in float32
 SHARED_TOKENS = 400  # prefixes are read once if that saves so many, and a fifth: else a second pass costs more
@@ -1458,8 +1458,8 @@ def hidden_states(model, input_ids, attention_mask, row, last):
 
 
 def cells_of(x, row, column):
-    """x[row, column] of x [B, width, …]. The gradient of that takes seven times as long, and where it adds up does so
-    in an order that changes from run to run: so index_select, here and below."""
+    """x[row, column] of x [B, width, …]. By index_select, as in `once_each` and `read_prefixes_once`: the gradient of
+    indexing takes seven times as long on a CPU, and adds up repeats in any order (unless `setup_device` was called)."""
     return x.flatten(0, 1).index_select(0, row * x.shape[1] + column)
 
 
@@ -1539,8 +1539,8 @@ def unsliced_logprobs(model, input_ids, attention_mask, T, temperature):
     """The same from the model's own logits, for heads of another form: holds [B, L+T, V]."""
     cells, before = completion_tokens(attention_mask, T)
     ids = shift_left(input_ids, attention_mask, int(attention_mask.sum(1).max()))  # as in hidden_states
-    logp = cells_of(model(input_ids=ids, use_cache=False).logits, cells[0], before)  # [n, V] logits
-    logp = (logp.float() / temperature).log_softmax(-1)
+    logits = cells_of(model(input_ids=ids, use_cache=False).logits, cells[0], before)  # [n, V]
+    logp = (logits.float() / temperature).log_softmax(-1)
     targets = input_ids[:, input_ids.shape[1] - T:][cells]
     values = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(1)  # entropy: −Σ p log p
     empty = torch.zeros(len(input_ids), T, device=logp.device)
@@ -1728,7 +1728,7 @@ def micro_batches(batch, blocks: list, max_tokens: int):
         return size <= max_tokens / 4 or size <= max_tokens and padding <= MAX_PADDING
 
     dealt = []  # the micro-batches, each a list of blocks
-    held = {}  # copy_of[row]: row, of the last one; copies take room once, for `once_each` computes them once
+    held = {}  # copy_of[row]: row, of the last micro-batch; copies take room once, as `once_each` computes them once
     for block in sorted(blocks, key=lambda block: (-max(total[row] for row in block), block)):
         new = {copy_of[row]: row for row in block}
         if dealt and fits((held | new).values()):
@@ -1796,9 +1796,10 @@ def is_reward_model(reward: str) -> bool:
 
 
 def load_reward_model(cfg):
-    """--reward DIRECTORY -> score, as `load_reward` returns it: the model's score minus its config's `reward_shift`.
+    """--reward DIRECTORY -> score, as `load_reward` returns it: the model's score minus its config's `reward_shift`,
+    plus what --format_reward adds.
 
-    A completion counts as correct by the verifier where its row has an answer, else where its reward is above 0. A
+    A completion counts as correct by the verifier where its row has an answer, else where that score is above 0. A
     model with the policy's vocabulary reads the tokens as they were sampled; another one reads the decoded text, in
     its own tokens and its own chat template, and with its own EOS where the completion ended.
     """
@@ -2514,7 +2515,8 @@ class Run:
         """Clip, step, advance the rate, clear the gradient. Collective.
 
         loss: the sum of this rank's micro-batch losses, detached. A non-finite loss or gradient changes nothing and
-        is counted; --max_bad_steps of them in a row end the run. Returns loss, grad_norm (before clipping) and lr.
+        is counted; --max_bad_steps of them in a row, of one model, end the run. Returns loss, grad_norm (before
+        clipping) and lr.
         """
         loss = sum_over_ranks(loss.clone()).item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.cfg.max_grad_norm)
@@ -2527,12 +2529,12 @@ class Run:
             self.bad_steps[name] = 0
         else:
             self.bad_steps[name] += 1
-            say(f"loss {loss}, gradient norm {norm}: update skipped ({self.bad_steps[name]} in a row)")
+            say(f"{name}: loss {loss}, gradient norm {norm}: update skipped ({self.bad_steps[name]} in a row)")
         optimizer.zero_grad(set_to_none=True)
         if self.bad_steps[name] >= self.cfg.max_bad_steps:
             self.save_checkpoint()
-            raise TrainingFailed(f"{self.bad_steps[name]} updates in a row had a non-finite loss or gradient; saved. "
-                                 "Look at the data and the reward, or start again with a lower --lr")
+            raise TrainingFailed(f"{name}: {self.bad_steps[name]} updates in a row had a non-finite loss or gradient; "
+                                 "saved. Look at the data and the reward, or start again with a lower --lr")
         return {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def evaluates(self, step: int) -> bool:

@@ -365,7 +365,8 @@ def test_a_non_finite_update_is_skipped_counted_and_ends_the_run(bad, capsys):
 
     step(bad)
     step(bad)
-    assert torch.equal(model.weight, before) and run.bad_steps["policy"] == 2 and "2 in a row" in capsys.readouterr().err
+    assert torch.equal(model.weight, before) and run.bad_steps["policy"] == 2
+    assert "policy: loss" in (said := capsys.readouterr().err) and "2 in a row" in said
     step(1.0)
     assert run.bad_steps["policy"] == 0 and not torch.equal(model.weight, before)
     before = model.weight.detach().clone()
@@ -375,6 +376,9 @@ def test_a_non_finite_update_is_skipped_counted_and_ends_the_run(bad, capsys):
     critic(torch.ones(1, 2)).sum().backward()
     run.optimizer_step(critic, torch.optim.AdamW(critic.parameters()), schedule, torch.tensor(0.0))
     assert run.bad_steps["policy"] == 1  # a good update of one model does not excuse the other
+    critic(torch.ones(1, 2)).sum().backward()
+    run.optimizer_step(critic, torch.optim.AdamW(critic.parameters()), schedule, torch.tensor(bad))
+    assert run.bad_steps == {"policy": 1, "value": 1}  # and bad ones are not added up
     step(1.0)
     with pytest.raises(common.TrainingFailed, match="3 updates in a row"):
         for _ in range(3):
