@@ -85,7 +85,7 @@ class UserError(Exception):
 
 
 class TrainingFailed(UserError):
-    """The run cannot go on, and the command line is not to blame."""
+    """The run cannot continue, and the command line is not to blame."""
     exit_code = 1
 
 
@@ -106,7 +106,7 @@ class RunConfig:
     trust_remote_code: bool = flag(False, "run model code that comes with the checkpoint")
     output_dir: str = flag("", "metrics.jsonl, model/, checkpoint/ and the rest go here; empty: runs/SCRIPT")
     overwrite: bool = flag(False, "replace the run that OUTPUT_DIR holds")
-    resume: bool = flag(False, "go on from OUTPUT_DIR/checkpoint")
+    resume: bool = flag(False, "continue from OUTPUT_DIR/checkpoint")
     seed: int = flag(0, "seed of data order, sampling and fresh heads")
     log_to: Literal["none", "tensorboard", "wandb"] = flag("none", "a second log, beside metrics.jsonl")
     save_every: int = flag(50, "steps between checkpoints")
@@ -408,6 +408,10 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
+    toy = [f"--{name} {getattr(cfg, name)}" for name in ("lr", "value_lr", "max_new_tokens")
+           if getattr(cfg, name, None) == getattr(type(cfg), name, math.nan)]
+    if toy and cfg.model != "tiny":
+        say(f"{', '.join(toy)}: the defaults are made for the tiny model; --help and README.md have a real model's")
     return policy, tokenizer
 
 
@@ -479,6 +483,11 @@ def call_gathered(function, model, *args):
     model.work = functools.partial(function, model)  # FSDP wraps methods, by name
     register_fsdp_forward_method(model, "work")
     return model.work(*args)
+
+
+def same_passes(model, mine: bool) -> bool:
+    """Whether all ranks say so, under FSDP: it gathers layer by layer, so every rank must make the same passes."""
+    return on_all_ranks(mine) if isinstance(model, FSDPModule) else mine
 
 
 @contextlib.contextmanager
@@ -611,7 +620,7 @@ def train_tiny_model(digits: int):
     """
     tokenizer, draw = tiny_tokenizer(), random.Random(0)
     rows, threads = arithmetic_rows(digits, "train"), torch.get_num_threads()
-    torch.set_num_threads(1)  # sums round by the number of threads: the weights shall not depend on it
+    torch.set_num_threads(1)  # sums round by the number of threads: the weights must not depend on it
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random state alone
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(Qwen2Config(
@@ -1087,6 +1096,8 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     prompts = [encode(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts]
     if not all(prompts):
         raise ValueError("a prompt without tokens: there is nothing to condition on")
+    if len(set(gather_in_order([zlib.crc32(repr(prompts).encode())]))) > 1:  # prompts of different ranks would mix
+        raise ValueError("sample is collective: every rank must pass the same prompts")
     prompt_ids, prompt_mask, _ = collate(prompts, [[]] * len(prompts), pad, device)  # [P, L]
     N = len(prompts) * group_size
     uniforms = None if greedy else torch.rand(N, max_new_tokens, dtype=torch.float64).to(device)
@@ -1108,7 +1119,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
     tokens = tokens.where(mask, pad)
     finished = torch.isin(tokens.gather(1, lengths[:, None] - 1), ends)[:, 0]
-    texts = [row[:length] for row, length in zip(tokens.tolist(), (lengths - finished.long()).tolist())]
+    texts = [row[:n].tolist() for row, n in zip(tokens.cpu().numpy(), (lengths - finished.long()).tolist())]
     return Rollout(
         input_ids=torch.cat([prompt_ids.repeat_interleave(group_size, 0), tokens], 1),
         attention_mask=torch.cat([prompt_mask.repeat_interleave(group_size, 0), mask.long()], 1),
@@ -1154,7 +1165,7 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     cache = DynamicCache(config=model.config)
     cache_name = next((name for name in ("past_key_values", "cache_params") if takes(model, name)), None)
     if cache_name is None:  # its **kwargs would swallow a cache
-        raise UserError(f"{type(model).__name__} takes no KV cache, so it can not be sampled from")
+        raise UserError(f"{type(model).__name__} takes no KV cache, so it cannot be sampled from")
 
     def forward(ids, mask, positions):
         extra = {"position_ids": positions} if takes(model, "position_ids") else {}
@@ -1450,7 +1461,7 @@ def hidden_states(model, input_ids, attention_mask, row, last):
     """
     ids = shift_left(input_ids, attention_mask, int(last.max()) + 1 if len(row) else 1)
     shared = prefix_to_share(ids) if can_share_prefixes(model) else 0
-    if on_all_ranks(shared > 0):  # every rank must make the same passes, for FSDP gathers layer by layer
+    if same_passes(model, shared > 0):
         hidden = read_prefixes_once(model, ids, shared)
     else:
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
@@ -1491,7 +1502,7 @@ def prefix_to_share(ids) -> int:
 
 def read_prefixes_once(model, ids, shared: int):
     """Hidden states [B, width, H] of ids [B, width]. Each distinct prefix, of `shared` columns, is read once; its KV
-    cache is copied to its rows, which go on from there, and gradients flow back through the copies."""
+    cache is copied to its rows, which continue from there, and gradients flow back through the copies."""
     prefixes, which = distinct_rows(ids[:, :shared])
     cache, positions = DynamicCache(config=model.config), torch.arange(ids.shape[1], device=ids.device)[None]
     hidden = model.base_model(input_ids=prefixes, position_ids=positions[:, :shared], past_key_values=cache,
@@ -1633,7 +1644,7 @@ def head_is_sliceable(model) -> bool:
         return torch.allclose(logits, own_logits.float(), tolerance, tolerance) and bool(moved < 20 * tolerance)
     try:
         with evaluating(model):
-            model.head_is_sliceable = on_all_ranks(call_gathered(compare, model, ids))
+            model.head_is_sliceable = same_passes(model, call_gathered(compare, model, ids))
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, TypeError, RuntimeError):  # RuntimeError: hidden states of another width
@@ -2145,7 +2156,10 @@ def _same_value(a: str, b: str) -> bool:
     number, in_base = sorted((a, b), key=len)
     if number.isdigit() and re.fullmatch(number + r"_\{?\d+\}?", in_base):  # 4210_5: the question names the base
         return True
-    if a.lower() == b.lower() and re.search(r"(?<!\\)\b[a-zA-Z]{2}", a):  # a word, not a letter
+    words = [side.replace(" ", "").lower() for side in (a, b)]
+    if all(map(str.isalpha, words)) and len(a + b) > 2:  # words, not letters: ABC is not CAB, nor xy a product
+        return words[0] == words[1]
+    if a.lower() == b.lower() and re.search(r"(?<!\\)\b[a-zA-Z]{2}", a):  # one among other signs
         return True
     values = _values(a), _values(b)
     return None not in values and all(map(_close, *values))
@@ -2400,7 +2414,7 @@ class Run:
         if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
             raise UserError(f"--output_dir {directory}: {ancestor} is a file or write-protected")
         if cfg.resume and cfg.overwrite:
-            raise UserError("--resume and --overwrite exclude each other")
+            raise UserError("--resume and --overwrite cannot be combined")
         if cfg.resume:
             if not self.checkpoints():
                 raise UserError(f"--resume: no checkpoint in {directory / 'checkpoint'}")
@@ -2410,7 +2424,7 @@ class Run:
             if not config.is_file() or '"flags"' not in config.read_text(errors="replace"):
                 raise UserError(f"--output_dir {directory}: holds {held[0]}, but no run that could have written it")
             if not cfg.overwrite:
-                raise UserError(f"--output_dir {directory}: holds a run already; --resume goes on with it, --overwrite "
+                raise UserError(f"--output_dir {directory}: holds a run already; --resume continues it, --overwrite "
                                 "replaces it, another --output_dir leaves it alone")
             for needed in (cfg.model, getattr(cfg, "reward", "")):
                 if os.path.isdir(needed) and Path(needed).resolve().is_relative_to(directory.resolve()):
@@ -2432,10 +2446,10 @@ class Run:
         for name, value in dataclasses.asdict(self.cfg).items():
             if name not in self.MAY_CHANGE and flags.get(name) != value:
                 raise UserError(f"--resume: --{name} was {flags.get(name)!r} and is now {value!r}; "
-                                "that would be another run")
+                                "that would be a different run")
 
     def start(self, data: Shuffled, **trained) -> None:
-        """Everything is loaded and checked: create the directory, or go on from its checkpoint.
+        """Everything is loaded and checked: create the directory, or continue from its checkpoint.
 
         trained: name=(model, optimizer, schedule) for each model that trains. `data.position` is saved with them.
         """
@@ -2450,7 +2464,7 @@ class Run:
             try:
                 self.log = self.open_logger() if self.cfg.log_to != "none" else None
             except Exception as error:  # W&B's are of no built-in kind
-                raise UserError(f"--log_to {self.cfg.log_to}: it does not start ({error}); --resume goes on once "
+                raise UserError(f"--log_to {self.cfg.log_to}: it does not start ({error}); --resume continues once "
                                 "it can") from error
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the last when the terminal goes, but for nohup
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -2555,7 +2569,7 @@ class Run:
             with open(self.directory / name, "a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
         except OSError as error:
-            raise TrainingFailed(f"cannot write {self.directory / name}: {error.strerror}; --resume goes on from the "
+            raise TrainingFailed(f"cannot write {self.directory / name}: {error.strerror}; --resume continues from the "
                                  "last checkpoint") from error
 
     def end_step(self, step: int, metrics: dict[str, float]) -> None:
@@ -2578,7 +2592,7 @@ class Run:
             self.save_checkpoint()
         if stop_signal:
             self.close()
-            say(f"stopped after step {step}; go on with the same command and --resume")
+            say(f"stopped after step {step}; continue with the same command and --resume")
             leave_together(128 + stop_signal)
 
     def finish(self, model, tokenizer) -> None:

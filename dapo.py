@@ -10,7 +10,7 @@
 To switch one off: --clip_high 0.2, --no_dynamic_sampling, --loss_average sequence, --overlong_buffer 0. As in grpo.py
 the default is one update a rollout, where ρ = 1 and no clip acts: the paper makes 16 (--minibatches 16).
 
-Without flags: the tiny model learns additions on a CPU, in two minutes. README.md: real models, data, many GPUs.
+Without flags: the tiny model learns additions on a CPU, in about a minute. README.md: real models, data, many GPUs.
 
 Shapes: P prompts, G completions of each, N = P·G; T padded completion length; B rows of a micro-batch.
 """
@@ -35,14 +35,14 @@ class Config(common.RunConfig):
                                    "of a reward model")
     format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
     dynamic_sampling: bool = flag(True, "sample until there are P groups with 0 < correct < G")
-    max_generation_batches: int = flag(10, "at most this many times; then the step makes do with what it has")
+    max_generation_batches: int = flag(10, "at most so many rollouts a step; then it trains on the groups it has")
     overlong_buffer: int = flag(8, "tokens before max_new_tokens that cost up to 1 in all (paper: 4,096); 0: off")
     overlong_filtering: bool = flag(False, "truncated completions get no loss; they still count in their group")
     loss_average: Literal["token", "prompt", "sequence"] = flag("token", "see token_weights")
     minibatches: int = flag(1, "optimizer steps per pass over the rollout batch")
     updates_per_batch: int = flag(1, "μ: passes over the rollout batch (paper: 1)")
-    clip_low: float = flag(0.2, "ε_low: the ratio counts from 1 − ε_low")
-    clip_high: float = flag(0.28, "ε_high: to 1 + ε_high")
+    clip_low: float = flag(0.2, "ε_low: the ratio is clipped to 1 − ε_low at least")
+    clip_high: float = flag(0.28, "ε_high: and to 1 + ε_high at most")
     lr: float = flag(1e-4, "learning rate: 1e-6 for a real model (paper: 1e-6)")
     warmup_steps: int = flag(0, "updates of linear warm-up, the first at rate 0")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
@@ -93,8 +93,8 @@ def token_weights(mask: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """mask bool [N, T] -> [N, T], each token's weight in the loss; 0 outside the mask.
 
     num_tokens counts the tokens of the whole optimizer step: micro-batches and ranks add up to it. Eq. 12 averages
-    over the tokens of one prompt's group, then over prompts (`unit_token_weights`). The authors' own code takes all
-    tokens of the step alike, and so does this one.
+    over the tokens of one prompt's group, then over prompts (`unit_token_weights`). The authors' own code weighs
+    all tokens of the step alike, and so does this one.
     """
     return mask / max(num_tokens, 1)  # 1 / Σ|o_j|
 

@@ -3,8 +3,8 @@
     minimize  −log σ(β (Δ_policy − Δ_reference))        Δ = log π(y⁺|x) − log π(y⁻|x), mean over pairs        (eq. 7)
     gradient  −β (1 − σ(β(Δ_policy − Δ_reference))) (∇log π(y⁺|x) − ∇log π(y⁻|x))                  (section 4)
 
-No reward model and no sampling: β·log(π/π_ref) is the implicit reward, and 1 − σ, the chance that it gives to the wrong
-order, plays the advantage's part.
+No reward model and no sampling: β·log(π/π_ref) is the implicit reward, and 1 − σ, the probability that it gives to
+the wrong order, plays the role of an advantage.
 --reference_free drops Δ_reference; --label_smoothing s is conservative DPO; --on_policy samples the pairs as it goes
 and lets --reward pick the better one.
 

@@ -1,12 +1,12 @@
 """GRPO, Group Relative Policy Optimization (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300):
 
-    maximize  1/N Σ_i 1/|o_i| Σ_t  min(ρ Â, clip(ρ, 1 − ε, 1 + ε) Â) − β·KL(π‖π_ref)         (eq. 3)
+    maximize  1/N Σ_i 1/|o_i| Σ_t  [ min(ρ Â, clip(ρ, 1 − ε, 1 + ε) Â) − β·KL_{i,t} ]        (eq. 3)
     with      ρ_{i,t} = π(o_{i,t}) / π_old(o_{i,t}),    Â_i = (R_i − mean(R)) / std(R) over the G of a prompt
-              KL = π_ref/π − log(π_ref/π) − 1             (eq. 4, "k3")
+              KL_{i,t} = π_ref/π − log(π_ref/π) − 1       (eq. 4, "k3")
 
 No critic: a completion is judged against the other completions of its prompt.
 
-Without flags: the tiny model learns additions on a CPU, in two minutes. README.md: real models, data, many GPUs.
+Without flags: the tiny model learns additions on a CPU, in about a minute. README.md: real models, data, many GPUs.
 
 Shapes: P prompts, G completions of each, N = P·G; T padded completion length; B rows of a micro-batch.
 """
@@ -31,7 +31,7 @@ class Config(common.RunConfig):
     divide_by_std: bool = flag(True, "advantage (R − mean)/std, the paper's; --no_divide_by_std: R − mean")
     minibatches: int = flag(1, "optimizer steps per pass over the rollout batch")
     updates_per_batch: int = flag(1, "μ: passes over the rollout batch (paper: 1)")
-    clip_eps: float = flag(0.2, "ε: the ratio counts within 1 ± ε")
+    clip_eps: float = flag(0.2, "ε: the ratio is clipped to 1 ± ε")
     kl_coef: float = flag(0.04, "β: weight of the KL to the reference; 0 loads no reference (paper: 0.04)")
     lr: float = flag(1e-4, "learning rate: 1e-6 for a real model (paper: 1e-6)")
     warmup_steps: int = flag(0, "updates of linear warm-up, the first at rate 0")

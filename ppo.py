@@ -9,7 +9,7 @@ arXiv:2203.02155; details from "The N+ Implementation Details of RLHF with PPO",
 
 A critic V, a network of its own, says what each token was worth; GRPO compares whole completions instead.
 
-Without flags: the tiny model learns additions on a CPU, in two minutes. README.md: real models, data, many GPUs.
+Without flags: the tiny model learns additions on a CPU, in about a minute. README.md: real models, data, many GPUs.
 With --reward runs/reward_model/model: the same, scored by the model that reward_model.py has saved.
 
 Shapes: N prompts with a completion each; T padded completion length; B rows of a micro-batch.
@@ -36,15 +36,15 @@ class Config(common.RunConfig):
     format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
     normalize_scores: bool = flag(True, "a reward model's scores minus their mean over the first rollout, divided by "
                                         "their std (Ziegler et al.): β, ε_v and the next flag then fit any of them")
-    missing_eos_score: str = flag("-1", "the score without EOS: keep it low; none: what --reward gives (N+: -1)")
+    missing_eos_score: str = flag("-1", "without EOS a score is at most this; none: what --reward gives (N+: -1)")
     kl_coef: float = flag(0.2, "β: weight of the KL penalty in the reward; 0 loads no reference (N+: 0.05)")
     kl_target: float = flag(0.0, "nats per completion: β is adapted to hold the KL there; 0: β stays (Ziegler: 6)")
     gamma: float = flag(1.0, "γ: discount (InstructGPT: 1)")
     lam: float = flag(0.95, "λ: of generalized advantage estimation (N+: 0.95)")
     minibatches: int = flag(1, "optimizer steps per pass over the rollout batch (N+: 1)")
     updates_per_batch: int = flag(4, "passes over the rollout batch, each in the same minibatches (N+: 4)")
-    clip_eps: float = flag(0.2, "ε: the ratio counts within 1 ± ε (PPO: 0.2)")
-    value_clip_eps: float = flag(0.2, "ε_v: the value counts within its old value ± ε_v (N+: 0.2)")
+    clip_eps: float = flag(0.2, "ε: the ratio is clipped to 1 ± ε (PPO: 0.2)")
+    value_clip_eps: float = flag(0.2, "ε_v: the value is clipped to its old value ± ε_v (N+: 0.2)")
     value_coef: float = flag(0.1, "weight of the value loss: it scales the critic's gradient before clipping (N+: 0.1)")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus (PPO eq. 9; RLHF: 0)")
     lr: float = flag(1e-4, "learning rate: 1e-6 for a real model (N+: 3e-6)")
@@ -85,9 +85,9 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """[N, T] -> [N, T]: (Â − mean) / std over all tokens of the mask, 0 elsewhere, 0 where all of them are equal.
 
-    Give it every token of the optimizer step: per micro-batch or per rank it would be another algorithm. (PPO and
-    InstructGPT do not speak of it. OpenAI's baselines and lm-human-preferences whiten each minibatch, N+ a rank's whole
-    rollout. Population std.)
+    Give it every token of the optimizer step: per micro-batch or per rank it would be another algorithm. (The
+    papers of PPO and InstructGPT do not mention it. OpenAI's baselines and lm-human-preferences whiten each minibatch,
+    N+ a rank's whole rollout. Population std.)
     """
     count = mask.sum().clamp(min=1)
     centered = (advantages - advantages.where(mask, 0.0).sum() / count).where(mask, 0.0)
@@ -201,7 +201,7 @@ def main(cfg: Config) -> None:
             run.extra |= {"score_mean": rewards.mean().item(), "score_std": rewards.std(correction=0).item() or 1.0}
         rewards = (rewards - run.extra["score_mean"]) / run.extra["score_std"]
         if cfg.missing_eos_score != "none":
-            rewards = rewards.where(rollout.finished[:, None], float(cfg.missing_eos_score))
+            rewards = rewards.where(rollout.finished[:, None], rewards.clamp(max=float(cfg.missing_eos_score)))
 
         # 3. Advantages: each token's rewards to come against the critic's values, whitened.
         minibatches = torch.randperm(len(rollout.mask)).tensor_split(cfg.minibatches)  # row numbers, shuffled

@@ -330,7 +330,7 @@ def test_recomputed_activations_share_nothing(monkeypatch):
 
 def test_all_ranks_share_or_none(monkeypatch):
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
-    monkeypatch.setattr(common, "on_all_ranks", lambda mine: False)
+    monkeypatch.setattr(common, "same_passes", lambda model, mine: False)
     monkeypatch.setattr(common, "read_prefixes_once", None)
     model, _ = random_model("Qwen2")
     model.head_is_sliceable = True
@@ -582,6 +582,13 @@ def test_a_prompt_has_a_token_at_least():
     model, tokenizer = random_model("Qwen2")
     with pytest.raises(ValueError, match="without tokens"):
         common.sample(model, tokenizer, ["1+1=?", ""], 1, 4)
+
+
+def test_ranks_cannot_sample_different_prompts(monkeypatch):
+    model, tokenizer = random_model("Qwen2")
+    monkeypatch.setattr(common, "gather_in_order", lambda mine: [*mine, 0])  # the other rank's prompts
+    with pytest.raises(ValueError, match="every rank must pass the same prompts"):
+        common.sample(model, tokenizer, ["1+1=?"], 1, 4)
 
 
 def test_special_tokens_may_be_drawn():

@@ -546,16 +546,18 @@ def save_scorer(directory, spread):
         part.save_pretrained(directory)
 
 
-def test_a_reward_models_scores_are_normalised_and_then_those_without_eos_replaced(tmp_path, monkeypatch):
-    """(score − mean) / std over the whole first rollout; then −2 where there is no EOS, as --missing_eos_score says."""
+def test_a_reward_models_scores_are_normalised_and_then_those_without_eos_bounded(tmp_path, monkeypatch):
+    """(score − mean) / std over the whole first rollout; then, without EOS, at most what --missing_eos_score says."""
     save_scorer(tmp_path / "rm", 0.3)
     [step] = record_run(monkeypatch, "ppo.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 16, "--max_new_tokens", 21,
-                        "--temperature", 1.3, "--reward", tmp_path / "rm", "--missing_eos_score", -2)
+                        "--temperature", 1.3, "--reward", tmp_path / "rm", "--missing_eos_score", -0.5)
     [rollout], [problems] = step.rollouts, step.batches
     scores, _ = common.load_reward(ppo.Config(reward=str(tmp_path / "rm")))(problems, rollout)
     finished = plain_finished(rollout)
-    expected = ((scores - scores.mean()) / scores.std(correction=0))[:, 0].where(finished, -2.0)
-    assert 0 < finished.sum() < 16 and step.metrics["reward"] == pytest.approx(expected.mean().item(), rel=1e-4)
+    normal = ((scores - scores.mean()) / scores.std(correction=0))[:, 0]
+    expected = torch.tensor([s if whole else min(s, -0.5) for s, whole in zip(normal.tolist(), finished)])
+    assert (normal[~finished] < -0.5).any() and (normal[~finished] > -0.5).any() and finished.any()
+    assert step.metrics["reward"] == pytest.approx(expected.mean().item(), rel=1e-4)
 
 
 def test_scores_that_are_all_equal_are_not_divided_by_0(tmp_path, monkeypatch):

@@ -138,7 +138,7 @@ def test_bad_rows(fails, tmp_path, content, message):
     (["--max_new_tokens", 5000], "--max_new_tokens 5000: the context of"),
     (["--output_dir", "/proc/nowhere"], "--output_dir /proc/nowhere"), (["--output_dir", "a" * 300], "name too long"),
     (["--output_dir", f"{ROOT}/README.md"], "is a file"), (["--output_dir", f"{ROOT}/README.md/x"], "--output_dir"),
-    (["--resume"], "--resume: no checkpoint in"), (["--resume", "--overwrite"], "exclude each other"),
+    (["--resume"], "--resume: no checkpoint in"), (["--resume", "--overwrite"], "cannot be combined"),
     (["--log_to", "wandb"], "pip install wandb"), (["--log_to", "paper"], "--log_to"),
     (["nowhere.yaml"], "nowhere.yaml: "),
     (["--data=nowhere.json"], ": nowhere.json: No such file"),
