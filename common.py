@@ -1948,7 +1948,7 @@ def _in_boxes(text: str) -> list[tuple[int, str]]:
 def format_reward(text) -> float:
     """1 where the completion is one <think>…</think> and then one <answer>…</answer> and nothing else, else 0."""
     text = str(text).strip()
-    once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    once = all(text.count(tag) == 1 for tag in TAGS)
     return float(once and bool(re.fullmatch(r"<think>.*</think>\s*<answer>.*</answer>", text, re.S)))
 
 
