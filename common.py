@@ -408,10 +408,11 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
-    toy = [f"--{name} {getattr(cfg, name)}" for name in ("lr", "value_lr", "max_new_tokens")
-           if getattr(cfg, name, None) == getattr(type(cfg), name, math.nan)]
+    names = ["lr", "value_lr"] + ["max_new_tokens"] * getattr(cfg, "on_policy", True)  # dpo.py has pairs without it
+    toy = [f"--{flag} {getattr(cfg, flag)}" for flag in names
+           if getattr(cfg, flag, None) == getattr(type(cfg), flag, math.nan)]
     if toy and cfg.model != "tiny":
-        say(f"{', '.join(toy)}: the defaults are made for the tiny model; --help and README.md have a real model's")
+        say(f"{', '.join(toy)}: these defaults suit the tiny model; README.md has a real model's")
     return policy, tokenizer
 
 
@@ -1093,11 +1094,11 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     """
     device, pad = model.device, tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     prompts, greedy = [prompts] if isinstance(prompts, str) else prompts, greedy or temperature == 0
-    prompts = [encode(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts]
-    if not all(prompts):
-        raise ValueError("a prompt without tokens: there is nothing to condition on")
+    prompts = [encode(tokenizer, p) if isinstance(p, str) else [*map(int, p)] for p in prompts]
     if len(set(gather_in_order([zlib.crc32(repr(prompts).encode())]))) > 1:  # prompts of different ranks would mix
         raise ValueError("sample is collective: every rank must pass the same prompts")
+    if not all(prompts):
+        raise ValueError("a prompt without tokens: there is nothing to condition on")
     prompt_ids, prompt_mask, _ = collate(prompts, [[]] * len(prompts), pad, device)  # [P, L]
     N = len(prompts) * group_size
     uniforms = None if greedy else torch.rand(N, max_new_tokens, dtype=torch.float64).to(device)
@@ -2156,10 +2157,9 @@ def _same_value(a: str, b: str) -> bool:
     number, in_base = sorted((a, b), key=len)
     if number.isdigit() and re.fullmatch(number + r"_\{?\d+\}?", in_base):  # 4210_5: the question names the base
         return True
-    words = [side.replace(" ", "").lower() for side in (a, b)]
-    if all(map(str.isalpha, words)) and len(a + b) > 2:  # words, not letters: ABC is not CAB, nor xy a product
-        return words[0] == words[1]
-    if a.lower() == b.lower() and re.search(r"(?<!\\)\b[a-zA-Z]{2}", a):  # one among other signs
+    if re.fullmatch("[A-Z ]{2,}", a) and re.fullmatch("[A-Z ]{2,}", b):  # capitals are no product: ABC is not CAB
+        return a.replace(" ", "") == b.replace(" ", "")
+    if a.lower() == b.lower() and re.search(r"(?<!\\)\b[a-zA-Z]{2}", a):  # a word, not a letter
         return True
     values = _values(a), _values(b)
     return None not in values and all(map(_close, *values))

@@ -36,7 +36,7 @@ class Config(common.RunConfig):
     format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
     normalize_scores: bool = flag(True, "a reward model's scores minus their mean over the first rollout, divided by "
                                         "their std (Ziegler et al.): β, ε_v and the next flag then fit any of them")
-    missing_eos_score: str = flag("-1", "without EOS a score is at most this; none: what --reward gives (N+: -1)")
+    missing_eos_score: str = flag("-1", "without EOS a score is at most this (N+: is -1); none: what --reward gives")
     kl_coef: float = flag(0.2, "β: weight of the KL penalty in the reward; 0 loads no reference (N+: 0.05)")
     kl_target: float = flag(0.0, "nats per completion: β is adapted to hold the KL there; 0: β stays (Ziegler: 6)")
     gamma: float = flag(1.0, "γ: discount (InstructGPT: 1)")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-if not os.environ.get("TEST_CUDA"):  # see test_cuda.py
+if os.environ.get("TEST_CUDA") != "1":  # see test_cuda.py
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the other tests' numbers are a CPU's
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several small processes: one thread each is quicker than two that wait

@@ -56,7 +56,7 @@ def test_logprobs_and_gradients_are_those_of_a_cpu(architecture, tmp_path, monke
     model, on_gpu, tokenizer = load_on_gpu(architecture, tmp_path)
     rollout = common.sample(on_gpu, tokenizer, PROMPTS, 4, 12)
     assert rollout.input_ids.is_cuda
-    results = []
+    results = []  # of each: logprobs, entropy, gradient
     for m, device in ((model, "cpu"), (on_gpu, "cuda")):
         logprobs, entropy = common.token_logprobs(m, rollout.input_ids.to(device), rollout.attention_mask.to(device),
                                                   rollout.mask.shape[1], 1.3)
@@ -64,28 +64,28 @@ def test_logprobs_and_gradients_are_those_of_a_cpu(architecture, tmp_path, monke
         gradient = m.get_input_embeddings().weight.grad
         gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
         results.append([x.detach().float().cpu() for x in (logprobs, entropy, gradient)])
-    for expected, ours in zip(*results):
-        assert (ours - expected).norm() < 0.15 * expected.norm()
+    for expected, ours, tolerance in zip(*results, (0.02, 0.02, 0.3)):
+        assert (ours - expected).norm() < tolerance * expected.norm()
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "GPT2"])
-def test_captured_steps_sample_what_plain_ones_do(architecture, tmp_path, monkeypatch):
+def test_captured_steps_sample_what_plain_ones_do(architecture, monkeypatch):
     monkeypatch.setattr(common, "LEAST_COLUMNS", 64)  # these rows are short, and few
     monkeypatch.setattr(common, "LEAST_ROWS", 4)
-    _, model, tokenizer = load_on_gpu(architecture, tmp_path)
+    model, tokenizer = random_model(architecture)
+    model.cuda()  # in float32: in bfloat16 many rows would part where kernels round by shape
     captured, capture_step = [], common.capture_step
     monkeypatch.setattr(common, "capture_step", lambda *args: captured.append(capture_step(*args)) or captured[-1])
 
     def draw(temperature):
         torch.manual_seed(5)
         return common.sample(model, tokenizer, PROMPTS, 16, 90, temperature).completions
-    with_graphs = [draw(temperature) for temperature in (0, 1.0)]
+    with_graphs = [draw(temperature) for temperature in (0, 1.3)]
     assert len(captured) > 2 and all(step is not None for step in captured)
     assert len({len(step.ids) for step in captured}) > 1 and len({step.width for step in captured}) > 1
     model.no_graph = True
-    for texts, expected in zip(with_graphs, (draw(temperature) for temperature in (0, 1.0))):
-        alike = sum(map(str.__eq__, texts, expected)) / len(texts)  # kernels round by shape: a few rows may part
-        assert alike > 0.8
+    for texts, expected in zip(with_graphs, (draw(temperature) for temperature in (0, 1.3))):
+        assert sum(map(str.__eq__, texts, expected)) > 0.9 * len(texts)  # a row may part at a near tie
 
 
 @pytest.mark.skipif(GPUS < 2, reason="want two GPUs")
@@ -93,10 +93,9 @@ def test_captured_steps_sample_what_plain_ones_do(architecture, tmp_path, monkey
 def test_two_gpus_begin_as_one_does(script, flags, tmp_path):
     """The evaluation before training, and the first step's reward and gradient, up to the rounding of bfloat16."""
     for name, processes in (("one", 0), ("two", 2)):
-        done = run_script(script, *flags, "--steps", 2, "--eval_data", few_problems(tmp_path),
-                          "--output_dir", tmp_path / name, processes=processes)
+        done = run_script(script, *flags, "--steps", 2, "--output_dir", tmp_path / name, processes=processes)
         assert done.returncode == 0, done.stderr
     one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
-    assert two[0]["eval_accuracy"] == pytest.approx(one[0]["eval_accuracy"], abs=0.1)
+    assert two[0]["eval_accuracy"] == pytest.approx(one[0]["eval_accuracy"], abs=0.06)
     assert two[1]["reward"] == pytest.approx(one[1]["reward"], abs=0.1)
     assert two[1]["grad_norm"] == pytest.approx(one[1]["grad_norm"], rel=0.3)
