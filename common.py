@@ -408,9 +408,9 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
-    names = ["lr", "value_lr"] + ["max_new_tokens"] * getattr(cfg, "on_policy", True)  # dpo.py has pairs without it
-    toy = [f"--{flag} {getattr(cfg, flag)}" for flag in names
-           if getattr(cfg, flag, None) == getattr(type(cfg), flag, math.nan)]
+    sizes = ["lr", "value_lr"] + ["max_new_tokens"] * getattr(cfg, "on_policy", True)  # without it dpo.py reads pairs
+    toy = [f"--{size} {getattr(cfg, size)}" for size in sizes
+           if getattr(cfg, size, None) == getattr(type(cfg), size, math.nan)]
     if toy and cfg.model != "tiny":
         say(f"{', '.join(toy)}: these defaults suit the tiny model; README.md has a real model's")
     return policy, tokenizer
@@ -1085,8 +1085,9 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
 
     prompts: strings (or a single one), which no chat template is put around (`tokenizer.apply_chat_template(messages,
     add_generation_prompt=True, tokenize=False)` makes one), or lists of token ids. Temperature 0 is greedy. Collective:
-    every rank passes the same prompts, decodes its share of the rows and gets the whole rollout. No top-k, top-p or
-    penalty, whatever the model's generation config says: the policy that is scored must be the policy that sampled.
+    every rank passes the same prompts (else ValueError), decodes its share of the rows and gets the whole rollout. No
+    top-k, top-p or penalty, whatever the model's generation config says: the policy that is scored must be the policy
+    that sampled.
 
     A token is drawn by inverting the cumulative distribution at a uniform number, and every (row, position) has its
     own number, drawn up front. So which rows share a batch, when rows leave it and how many ranks there are does not

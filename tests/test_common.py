@@ -328,6 +328,14 @@ def test_recomputed_activations_share_nothing(monkeypatch):
     torch.testing.assert_close(common.token_logprobs(model, ids, mask, completion.shape[1])[0], expected)
 
 
+def test_ranks_agree_on_their_passes_under_fsdp_alone(monkeypatch):
+    monkeypatch.setattr(common, "on_all_ranks", lambda mine: False)
+    model = torch.nn.Linear(1, 1)
+    assert common.same_passes(model, True)
+    monkeypatch.setattr(common, "FSDPModule", torch.nn.Linear)
+    assert not common.same_passes(model, True)
+
+
 def test_all_ranks_share_or_none(monkeypatch):
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
     monkeypatch.setattr(common, "same_passes", lambda model, mine: False)
