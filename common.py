@@ -120,16 +120,11 @@ class RunConfig:
 
 
 LARGEST = 1e30  # short of infinity
-# name: (lowest, highest) allowed value. Flags that are not listed take any value.
+# name: (lowest, highest) allowed value of a number. If it is not here, an int is at least 1, a float at least 0.
 LIMITS = {
-    **dict.fromkeys("steps prompts_per_step pairs_per_step minibatches updates_per_batch max_new_tokens save_every "
-                    "eval_every eval_samples micro_batch_tokens max_prompt_tokens max_bad_steps "
-                    "max_completion_tokens max_generation_batches".split(), (1, LARGEST)),
-    **dict.fromkeys("warmup_steps overlong_buffer kl_coef kl_target format_reward entropy_coef value_coef lr "
-                    "value_lr center_coef value_clip_eps".split(), (0, LARGEST)),
-    **dict.fromkeys("max_grad_norm temperature beta".split(), (1e-8, LARGEST)),
-    **dict.fromkeys("clip_eps clip_low".split(), (0, 1)),
-    **dict.fromkeys("freeze_layers gamma lam".split(), (0, 1)),
+    **dict.fromkeys(["max_grad_norm", "temperature", "beta"], (1e-8, LARGEST)),
+    **dict.fromkeys(["clip_eps", "clip_low", "freeze_layers", "gamma", "lam"], (0, 1)),
+    **dict.fromkeys(["warmup_steps", "overlong_buffer"], (0, LARGEST)),
     "seed": (0, 2 ** 32 - 1), "group_size": (2, LARGEST), "clip_high": (0, 10), "label_smoothing": (0, 0.5),
 }
 
@@ -156,12 +151,12 @@ def parse_config(Config, args: list[str]):
         names = [f"--{field.name}" for field in dataclasses.fields(Config)]
         nearest = difflib.get_close_matches(unknown[0].split("=")[0], names, n=1, cutoff=0.5)
         raise UserError(f"unknown flag {unknown[0]}" + (f", did you mean {nearest[0]}?" if nearest else ""))
-    for name, value in vars(cfg).items():
+    for field in dataclasses.fields(cfg):
+        name, value = field.name, getattr(cfg, field.name)
         if isinstance(value, str) and value.startswith("~/"):  # a shell expands neither YAML nor --model=~/x
             setattr(cfg, name, os.path.expanduser(value))
-    for name, (low, high) in LIMITS.items():
-        value = getattr(cfg, name, low)
-        if not low <= value <= high:  # also catches NaN
+        low, high = LIMITS.get(name, (1 if field.type is int else 0, LARGEST))
+        if field.type in (int, float) and not low <= value <= high:  # also catches NaN
             wanted = f"between {low} and {high}" if high < LARGEST or value > high else f"at least {low}"
             raise UserError(f"--{name} {value}: must be {wanted}")
     if getattr(cfg, "minibatches", 1) > getattr(cfg, "prompts_per_step", 1) * getattr(cfg, "group_size", 1):
