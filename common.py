@@ -169,7 +169,8 @@ def launch(main, Config) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     huggingface_hub.utils.logging.set_verbosity_error()
-    sys.stderr, speaks = LastingStream(sys.stderr), os.environ.get("LOCAL_RANK", "0") == "0"
+    sys.stderr.write, sys.stderr.flush = outliving_reader(sys.stderr.write), outliving_reader(sys.stderr.flush)
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         main(parse_config(Config, sys.argv[1:]))
     except KeyboardInterrupt:  # before the first step; later `Run.note_signal` has it
@@ -202,23 +203,12 @@ def leave_together(code: int = 0) -> None:
     sys.exit(code)
 
 
-class LastingStream:
-    """A stream that outlives its reader (a terminal that closes, a `tee` that Ctrl-C ends too): the run has to save."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
+def outliving_reader(method):
+    """A stream's method that minds no lost reader (a terminal closed, a `tee` that Ctrl-C ended): the run has to save."""
+    def call(*args):
         with contextlib.suppress(OSError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self):
-        with contextlib.suppress(OSError):
-            self.stream.flush()
+            return method(*args)
+    return call
 
 
 def memory_advice(error: BaseException) -> str:
