@@ -204,7 +204,7 @@ def leave_together(code: int = 0) -> None:
 
 
 def outliving_reader(method):
-    """A stream's method that minds no lost reader (a terminal closed, a `tee` that Ctrl-C ended): the run has to save."""
+    """A stream's method that minds no lost reader (closed terminal, `tee` that Ctrl-C ended): the run has to save."""
     def call(*args):
         with contextlib.suppress(OSError):
             return method(*args)
@@ -232,29 +232,23 @@ def setup_device() -> torch.device:
         torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(False)  # replans for each shape; NaN with some masks (pytorch #196678)
     else:
-        keep_freed_memory()
         # Some gradients (of a mixture of experts, of repeated indices) would add up in the order that threads happen to
         # run in: a run would not repeat itself.
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # else empty tensors are filled, which takes time
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        with contextlib.suppress(AttributeError):  # Linux: when torchrun itself is killed, its processes end too
-            PR_SET_PDEATHSIG = 1
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with contextlib.suppress(AttributeError):  # another libc than Linux's
+        libc = ctypes.CDLL(None)
+        PR_SET_PDEATHSIG, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3  # as its headers have them
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # when torchrun itself is killed, its processes end too
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if not cuda:  # keep the memory that tensors free: the system would zero its pages again for the next tensor
+            libc.mallopt(M_MMAP_THRESHOLD, 2 ** 25)  # but keeping blocks above 32 MB fragments: 5 GB, not 1, at large V
+            libc.mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)  # an eighth of the tiny model's step
     if (cuda or torchrun) and not dist.is_initialized():  # on one GPU, FSDP2 still does the mixed precision
         job = {} if torchrun else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         # The default of half an hour is less than ranks may differ by in sampling, or rank 0 may take to download.
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(hours=6), **job)
     return device
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep the memory that tensors free. By default large blocks go back to the system, which has to zero
-    their pages again for the next tensor: an eighth of the tiny model's step."""
-    with contextlib.suppress(AttributeError):  # another libc
-        mallopt, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = ctypes.CDLL(None).mallopt, -1, -3
-        mallopt(M_MMAP_THRESHOLD, 2 ** 25)  # keeping blocks above 32 MB fragments: 5 GB, not 1, at large vocabularies
-        mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
 
 
 def rank() -> int:
