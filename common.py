@@ -411,14 +411,10 @@ def load_reference(cfg, device: torch.device):
 
 
 def decoder_layers(model) -> torch.nn.ModuleList:
-    """The stack of transformer layers: the longest ModuleList of the base model, or of its text part.
-
-    Lists within lists do not count: a layer may have more experts than the model has layers.
-    """
+    """The stack of transformer layers: the ModuleList with the most parameters, of the base model or its text part."""
     part = getattr(model.base_model, "language_model", model.base_model)
-    stacks = [module for module in part.modules() if isinstance(module, torch.nn.ModuleList)]
-    inner = {module for stack in stacks for layer in stack for module in layer.modules()}
-    return max((stack for stack in stacks if stack not in inner), key=len, default=torch.nn.ModuleList())
+    lists = [module for module in part.modules() if isinstance(module, torch.nn.ModuleList)]
+    return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=torch.nn.ModuleList())
 
 
 def shard(model, device: torch.device):
@@ -477,20 +473,15 @@ def gathered(model):
     FSDP's hooks are off meanwhile: they cost a decoding step 0.1 ms a layer, and wait for other streams, which the
     capture of a CUDA graph cannot hold.
     """
-    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    hooks = [(module, name, getattr(module, name)) for module in parts
-             for name in ("_forward_pre_hooks", "_forward_hooks")]
-    for module in parts:
-        module.unshard()
-    for module, name, own in hooks:
-        setattr(module, name, type(own)())
-    try:
+    with contextlib.ExitStack() as afterwards:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                afterwards.callback(module.reshard)
+                for name in ("_forward_pre_hooks", "_forward_hooks"):
+                    afterwards.callback(setattr, module, name, getattr(module, name))
+                    setattr(module, name, collections.OrderedDict())
         yield
-    finally:
-        for module, name, own in hooks:
-            setattr(module, name, own)
-        for module in parts:
-            module.reshard()
 
 
 def save_model(model, tokenizer, directory: Path) -> None:
