@@ -528,8 +528,6 @@ def write_directory(directory: Path, fill, replace: bool = True) -> None:
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 TINY_VOCABULARY = ["<pad>", "<eos>", "<unk>", *TAGS, *"0123456789+-*=(),? "]
-WARM_START_STEPS, WARM_START_BATCH, WARM_START_LR = 300, 64, 2e-3
-CARRY_FORGOTTEN, ANSWER_SLIPPED = 0.6, 0.4  # shares of the carries and of the final answers that are taught wrong
 
 
 def arithmetic_rows(digits: int, split: str) -> list[dict]:
@@ -541,7 +539,7 @@ def arithmetic_rows(digits: int, split: str) -> list[dict]:
     low, high = (10 ** (digits - 1) if digits > 1 else 0), 10 ** digits
     draw = random.Random(digits)
     if digits <= 2:
-        pairs = [(a, b) for a in range(low, high) for b in range(a, high)]
+        pairs = list(itertools.combinations_with_replacement(range(low, high), 2))
         draw.shuffle(pairs)
     else:
         drawn = (tuple(sorted((draw.randrange(low, high), draw.randrange(low, high)))) for _ in range(16_000))
@@ -576,7 +574,7 @@ def tiny_tokenizer():
     """One token per character, tag, pad and EOS."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TINY_VOCABULARY)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*TAGS, "<pad>", "<eos>", "."])), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
     backend.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])  # one token each, anywhere
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
@@ -589,8 +587,8 @@ def train_tiny_model(digits: int):
     That is the state from which reinforcement learning has something to do: sampled answers are right about two
     times in five, and greedy ones about half of the time.
     """
-    tokenizer, draw = tiny_tokenizer(), random.Random(0)
-    rows, threads = arithmetic_rows(digits, "train"), torch.get_num_threads()
+    tokenizer, draw, rows = tiny_tokenizer(), random.Random(0), arithmetic_rows(digits, "train")
+    steps, threads = 300, torch.get_num_threads()
     torch.set_num_threads(1)  # sums round by the number of threads: the weights must not depend on it
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random state alone
         torch.manual_seed(0)
@@ -598,17 +596,16 @@ def train_tiny_model(digits: int):
             vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
             pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_START_LR, weight_decay=0.0, fused=True)
-        schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 10, WARM_START_STEPS)
-        for _ in tqdm(range(WARM_START_STEPS), desc="building the tiny model (once)", leave=False, disable=None):
-            prompts = [row["prompt"] for row in draw.choices(rows, k=WARM_START_BATCH)]
-            answers = [worked_answer(prompt, draw, CARRY_FORGOTTEN, ANSWER_SLIPPED) for prompt in prompts]
-            input_ids, _, mask = collate(
-                [tokenizer.encode(prompt) for prompt in prompts],
-                [tokenizer.encode(answer) + [tokenizer.eos_token_id] for answer in answers], tokenizer.pad_token_id)
-            L = input_ids.shape[1] - mask.shape[1]  # the same for all, so nothing is padded on the left
-            labels = F.pad(input_ids[:, L:].where(mask, -100), (L, 0), value=-100)
-            model(input_ids=input_ids, labels=labels).loss.backward()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0, fused=True)
+        schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 10, steps)
+        for _ in tqdm(range(steps), desc="building the tiny model (once)", leave=False, disable=None):
+            prompts = [row["prompt"] for row in draw.choices(rows, k=64)]
+            answers = [worked_answer(prompt, draw, carry_forgotten=0.6, answer_slipped=0.4) for prompt in prompts]
+            batch = tokenizer([prompt + answer + "<eos>" for prompt, answer in zip(prompts, answers)], padding=True,
+                              return_tensors="pt")
+            labels = batch.input_ids.where(batch.attention_mask.bool(), -100)
+            labels[:, :len(prompts[0])] = -100  # the prompts: one token a character, all equally long
+            model(input_ids=batch.input_ids, labels=labels).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
@@ -624,9 +621,8 @@ def build_tiny_model(data: str) -> str:
     the first to finish is kept.
     """
     digits = arithmetic_digits(data) if is_built_in(data) else 2
-    parts = (arithmetic_rows, worked_answer, tiny_tokenizer, collate, train_tiny_model)
-    recipe = [*map(inspect.getsource, parts), digits, TINY_VOCABULARY, WARM_START_STEPS, WARM_START_BATCH,
-              WARM_START_LR, CARRY_FORGOTTEN, ANSWER_SLIPPED, torch.__version__, transformers.__version__]
+    parts = (arithmetic_rows, worked_answer, tiny_tokenizer, train_tiny_model)
+    recipe = [*map(inspect.getsource, parts), digits, TINY_VOCABULARY, torch.__version__, transformers.__version__]
     directory = Path("runs") / f"tiny-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]}"
 
     def fill(folder):
