@@ -565,7 +565,7 @@ def worked_answer(prompt: str, draw: random.Random, carry_forgotten: float, answ
     answer = f"{carry or ''}{digits}"
     if draw.random() < answer_slipped:
         place = draw.randrange(len(answer))
-        wrong = draw.choice([digit for digit in "0123456789" if digit != answer[place]])
+        wrong = draw.choice("0123456789".replace(answer[place], ""))
         answer = answer[:place] + wrong + answer[place + 1:]
     return f"<think>{','.join(columns)}</think><answer>{answer}</answer>"
 
