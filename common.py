@@ -328,10 +328,9 @@ def one_line_errors(what: str):
     """A wrong name or path raises many kinds of exception, in the libraries above all: each becomes one clear line."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (UserError, torch.OutOfMemoryError):
         raise
-    except (OSError, ValueError, KeyError, AttributeError, RuntimeError, ImportError, TypeError,
-            SafetensorError) as error:
+    except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{what} ({reason})") from error
 
