@@ -69,6 +69,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification,
                           AutoTokenizer, DynamicCache, HfArgumentParser, PreTrainedTokenizerFast, Qwen2Config,
                           Qwen2ForCausalLM)
@@ -308,10 +309,9 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
     if (name.startswith(("/", ".")) or name.count("/") > 1) and not os.path.isdir(name):  # a hub id has one /
         raise UserError(f"--model {name}: no such directory")
     with one_line_errors(f"--model {name}: no tokenizer there"):
-        # A directory's own generic tokenizer is the one to use. For some model types (Qwen2's among them) AutoTokenizer
+        # A model's own generic tokenizer is the one to use. For some model types (Qwen2's among them) AutoTokenizer
         # would load that of the architecture instead, which splits text differently.
-        config = Path(name) / "tokenizer_config.json"
-        kind = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else None
+        kind = get_tokenizer_config(name, trust_remote_code=trust_remote_code).get("tokenizer_class")
         cls = PreTrainedTokenizerFast if kind in ("TokenizersBackend", "PreTrainedTokenizerFast") else AutoTokenizer
         tokenizer = cls.from_pretrained(name, trust_remote_code=trust_remote_code)
     if not tokenizer("1")["input_ids"]:  # transformers makes an empty one where a model lies without a tokenizer

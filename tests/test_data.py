@@ -43,11 +43,10 @@ def test_flags_are_not_abbreviated():
         common.parse_config(importlib.import_module("grpo").Config, ["--step", "3"])
 
 
-def test_an_interruption_before_the_first_step(monkeypatch):
+def test_an_interruption_before_the_first_step(monkeypatch, capsys):  # a stderr of its own: `launch` wraps it
     def main(cfg):
         raise KeyboardInterrupt
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
-    monkeypatch.setattr(sys, "stderr", sys.stderr)  # `launch` puts another in its place
     with pytest.raises(SystemExit) as stopped:
         common.launch(main, common.RunConfig)
     assert stopped.value.code == 130
@@ -57,7 +56,6 @@ def test_an_error_is_one_line(monkeypatch, capsys):
     def main(cfg):
         raise common.UserError("first\n  second")
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
-    monkeypatch.setattr(sys, "stderr", sys.stderr)  # `launch` puts another in its place
     with pytest.raises(SystemExit):
         common.launch(main, common.RunConfig)
     assert capsys.readouterr().err.splitlines()[-1] == "grpo.py: error: first second"
@@ -199,7 +197,7 @@ def test_mamba_has_no_limit(tmp_path):
 
 def test_a_tied_weight_is_saved_once(tmp_path):
     model, tokenizer = random_model("Qwen2", tie_word_embeddings=True)
-    model.save_pretrained(tmp_path / "base")
+    model.bfloat16().save_pretrained(tmp_path / "base")  # `save_model` casts: the copies no longer share memory
     policy = common.load_model(str(tmp_path / "base"), cpu)
     common.save_model(policy, tokenizer, tmp_path / "saved")
     weights = load_file(tmp_path / "saved" / "model.safetensors")
