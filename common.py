@@ -63,8 +63,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_state_dict,
-                                                     set_model_state_dict, set_state_dict)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer
@@ -2577,18 +2576,18 @@ class Run:
     # checkpoint/step-000020/ holds the sharded tensors (torch.distributed.checkpoint) and state.pt (all the rest)
 
     def tensors(self) -> dict:
-        """Models and optimizers in the form that torch.distributed.checkpoint saves, and fills in place.
-
-        AdamW makes a parameter's state at its first gradient; here those still without one get the zeros that it would
-        begin with. (get_state_dict would make them by a step at rate 0, which AdamW counts.)
-        """
-        for _, optimizer, _ in self.trained.values():
-            for parameter in optimizer.param_groups[0]["params"]:
-                if parameter not in optimizer.state:
-                    optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **{
-                        name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}}
-        return {name: dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-                for name, (model, optimizer, _) in self.trained.items()}
+        """Weights and AdamW states by name: torch.distributed.checkpoint saves these very tensors, and fills them."""
+        tensors = {}
+        for name, (model, optimizer, _) in self.trained.items():
+            states = {}
+            for key, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    states[key] = optimizer.state[parameter]
+                    if not states[key]:  # no gradient has reached it yet: what AdamW will begin with
+                        states[key].update(step=torch.zeros((), device=parameter.device),
+                                           exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+            tensors[name] = {"model": model.state_dict(), "optimizer": {"state": states}}
+        return tensors
 
     def save_checkpoint(self) -> None:
         """Write to a temporary name, flush, rename; only then remove the previous one. Collective."""
@@ -2629,13 +2628,10 @@ class Run:
         try:
             state = torch.load(path / "state.pt", weights_only=True)
             if state["next_step"]:
-                tensors = self.tensors()
-                dcp.load(tensors, checkpoint_id=path)
-                for name, saved in tensors.items():
-                    set_state_dict(*self.trained[name][:2], model_state_dict=saved["model"],
-                                   optim_state_dict=saved["optimizer"], options=StateDictOptions(strict=False))
-            for name, (_, _, schedule) in self.trained.items():
+                dcp.load(self.tensors(), checkpoint_id=path)
+            for name, (_, optimizer, schedule) in self.trained.items():
                 schedule.load_state_dict(state["schedules"][name])
+                optimizer.param_groups[0]["lr"] = schedule.get_last_lr()[0]
             self.next_step, self.data.position = state["next_step"], state["position"]
             self.bad_steps, self.extra = collections.Counter(state["bad_steps"]), state["extra"]
             torch.set_rng_state(state["random"])
