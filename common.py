@@ -2645,11 +2645,8 @@ class Run:
         """Drop the log lines written after the checkpoint: their steps are done again."""
         for path in (self.directory / "metrics.jsonl", self.directory / "samples.jsonl"):
             if path.exists():
-                kept = []
-                for line in path.read_text(errors="replace").splitlines():
-                    with contextlib.suppress(ValueError, TypeError, KeyError):  # the last may be cut
-                        if json.loads(line)["step"] < self.next_step:
-                            kept.append(line + "\n")
+                lines = re.finditer(r'(?m)^{"step": *(\d+).*}\n', path.read_text(errors="replace"))  # the last may be cut
+                kept = [line[0] for line in lines if int(line[1]) < self.next_step]
                 temporary = path.with_suffix(".tmp")
                 temporary.write_text("".join(kept))
                 os.replace(temporary, path)
