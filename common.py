@@ -2373,21 +2373,29 @@ class Run:
         transformers.set_seed(cfg.seed)
 
     def check_directory(self):
-        cfg, directory = self.cfg, self.directory
-        with one_line_errors(f"--output_dir {directory}: no possible directory"):  # its name may be too long
+        """Nothing that is there may be lost: what --resume continues is this run, what --overwrite replaces is a run."""
+        cfg, directory, config = self.cfg, self.directory, self.directory / "config.json"
+        with one_line_errors(f"--output_dir {directory}: not usable"):  # its name too long, its config.json damaged
             ancestor = next(path for path in [directory, *directory.absolute().parents] if path.exists())
+            saved = json.loads(config.read_text()) if config.exists() else {}
+            script, flags = saved.get("script"), saved.get("flags")  # a model's config.json has neither
         if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
             raise UserError(f"--output_dir {directory}: {ancestor} is a file or write-protected")
+        held = [name for name in self.WRITES if (directory / name).exists()]
+        if held and flags is None:
+            raise UserError(f"--output_dir {directory}: holds {held[0]}, but no run that could have written it")
         if cfg.resume and cfg.overwrite:
             raise UserError("--resume and --overwrite cannot be combined")
         if cfg.resume:
             if not self.checkpoints():
                 raise UserError(f"--resume: no checkpoint in {directory / 'checkpoint'}")
-            self.check_same_run()
-        elif held := [name for name in self.WRITES if (directory / name).exists()]:
-            config = directory / "config.json"  # a model's is of another kind
-            if not config.is_file() or '"flags"' not in config.read_text(errors="replace"):
-                raise UserError(f"--output_dir {directory}: holds {held[0]}, but no run that could have written it")
+            if script != self.script:
+                raise UserError(f"--resume: {directory} holds a run of {script}, not of {self.script}")
+            for name, value in dataclasses.asdict(cfg).items():
+                if name not in self.MAY_CHANGE and flags.get(name) != value:
+                    raise UserError(f"--resume: --{name} was {flags.get(name)!r} and is now {value!r}; "
+                                    "that would be a different run")
+        elif held:
             if not cfg.overwrite:
                 raise UserError(f"--output_dir {directory}: holds a run already; --resume continues it, --overwrite "
                                 "replaces it, another --output_dir leaves it alone")
@@ -2399,19 +2407,6 @@ class Run:
         """Complete checkpoints, oldest first: a directory gets such a name only when all of it is on disk."""
         found = [path for path in (self.directory / "checkpoint").glob("step-*") if path.name[5:].isdigit()]
         return sorted(found, key=lambda path: int(path.name[5:]))
-
-    def check_same_run(self):
-        try:
-            saved = json.loads((self.directory / "config.json").read_text())
-            script, flags = saved["script"], dict(saved["flags"])
-        except (OSError, ValueError, KeyError, TypeError):
-            raise UserError(f"--resume: {self.directory / 'config.json'} is missing or damaged") from None
-        if script != self.script:
-            raise UserError(f"--resume: {self.directory} holds a run of {script}, not of {self.script}")
-        for name, value in dataclasses.asdict(self.cfg).items():
-            if name not in self.MAY_CHANGE and flags.get(name) != value:
-                raise UserError(f"--resume: --{name} was {flags.get(name)!r} and is now {value!r}; "
-                                "that would be a different run")
 
     def start(self, data: Shuffled, **trained) -> None:
         """Everything is loaded and checked: create the directory, or continue from its checkpoint.
