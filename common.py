@@ -2322,8 +2322,7 @@ def make_optimizer(model, cfg, betas=(0.9, 0.999)):
             enable({"use_reentrant": False})
         for module in model.modules():  # layers recompute in training mode only
             module.training = hasattr(module, "gradient_checkpointing")
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=cfg.lr, betas=betas, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=betas, weight_decay=0.0, fused=True)
     updates = cfg.steps * getattr(cfg, "minibatches", 1) * getattr(cfg, "updates_per_batch", 1)
     name = "constant_with_warmup" if cfg.lr_schedule == "constant" else cfg.lr_schedule
     return optimizer, transformers.get_scheduler(name, optimizer, cfg.warmup_steps, updates)
