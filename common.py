@@ -2503,11 +2503,12 @@ class Run:
         else:
             self.bad_steps[name] += 1
             say(f"{name}: loss {loss}, gradient norm {norm}: update skipped ({self.bad_steps[name]} in a row)")
-        optimizer.zero_grad(set_to_none=True)
-        if self.bad_steps[name] >= self.cfg.max_bad_steps:
-            self.save_checkpoint()
-            raise TrainingFailed(f"{name}: {self.bad_steps[name]} updates in a row had a non-finite loss or gradient; "
-                                 "saved. Look at the data and the reward, or start again with a lower --lr")
+            if self.bad_steps[name] >= self.cfg.max_bad_steps:
+                self.save_checkpoint()
+                raise TrainingFailed(
+                    f"{name}: {self.bad_steps[name]} updates in a row had a non-finite loss or gradient; saved. "
+                    "Look at the data and the reward, or start again with a lower --lr")
+        optimizer.zero_grad()
         return {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def evaluates(self, step: int) -> bool:
