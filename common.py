@@ -2413,12 +2413,13 @@ class Run:
         trained: name=(model, optimizer, schedule) for each model that trains. `data.position` is saved with them.
         """
         self.data, self.trained = data, trained
-        if self.cfg.resume:
-            self.load_checkpoint()
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
-            on_main_rank_first(self.drop_later_lines if self.cfg.resume else self.make_directory)
-        if not self.cfg.resume:
-            self.save_checkpoint()
+            if self.cfg.resume:
+                self.load_checkpoint()
+                on_main_rank_first(self.drop_later_lines)
+            else:
+                on_main_rank_first(self.make_directory)
+                self.save_checkpoint()
         if rank() == 0:
             try:
                 self.log = self.open_logger() if self.cfg.log_to != "none" else None
