@@ -2372,7 +2372,7 @@ class Run:
         transformers.set_seed(cfg.seed)
 
     def check_directory(self):
-        """Nothing that is there may be lost: what --resume continues is this run, what --overwrite replaces is a run."""
+        """Nothing that is there may be lost: --resume continues this very run, --overwrite replaces only a run."""
         cfg, directory, config = self.cfg, self.directory, self.directory / "config.json"
         with one_line_errors(f"--output_dir {directory}: not usable"):  # its name too long, its config.json damaged
             ancestor = next(path for path in [directory, *directory.absolute().parents] if path.exists())
@@ -2390,7 +2390,7 @@ class Run:
                 raise UserError(f"--resume: no checkpoint in {directory / 'checkpoint'}")
             if script != self.script:
                 raise UserError(f"--resume: {directory} holds a run of {script}, not of {self.script}")
-            for name, value in dataclasses.asdict(cfg).items():
+            for name, value in vars(cfg).items():
                 if name not in self.MAY_CHANGE and flags.get(name) != value:
                     raise UserError(f"--resume: --{name} was {flags.get(name)!r} and is now {value!r}; "
                                     "that would be a different run")
@@ -2437,9 +2437,8 @@ class Run:
         if self.cfg.log_to == "wandb":
             import wandb
             earlier = sorted((self.directory / "wandb").glob("*run-*-*")) if self.cfg.resume else []  # run-DATE-ID
-            return wandb.init(project="rl", name=self.directory.name, config=dataclasses.asdict(self.cfg),
-                              dir=self.directory, id=earlier[-1].name.split("-")[-1] if earlier else None,
-                              resume="allow").log
+            return wandb.init(project="rl", name=self.directory.name, config=vars(self.cfg), dir=self.directory,
+                              id=earlier[-1].name.split("-")[-1] if earlier else None, resume="allow").log
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(self.directory / "tensorboard", purge_step=self.next_step)  # later ones are done again
 
@@ -2458,7 +2457,7 @@ class Run:
                                 cwd=Path(__file__).parent).stdout.strip() if shutil.which("git") else ""
         with open(self.directory / "config.json", "x") as file:  # fails where another run began a moment ago
             file.write(json.dumps({
-                "script": self.script, "flags": dataclasses.asdict(self.cfg), "commit": commit or None,
+                "script": self.script, "flags": vars(self.cfg), "commit": commit or None,
                 "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
                              "transformers": transformers.__version__, "numpy": np.__version__},
                 "processes": world_size(), "threads": torch.get_num_threads(), "device": str(self.device)},
@@ -2641,7 +2640,7 @@ class Run:
         """Drop the log lines written after the checkpoint: their steps are done again."""
         for path in (self.directory / "metrics.jsonl", self.directory / "samples.jsonl"):
             if path.exists():
-                lines = re.finditer(r'(?m)^{"step": *(\d+).*}\n', path.read_text(errors="replace"))  # the last may be cut
+                lines = re.finditer(r'(?m)^{"step": *(\d+).*}\n', path.read_text(errors="replace"))  # whole ones
                 kept = [line[0] for line in lines if int(line[1]) < self.next_step]
                 temporary = path.with_suffix(".tmp")
                 temporary.write_text("".join(kept))
