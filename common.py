@@ -2574,14 +2574,14 @@ class Run:
         """Weights and AdamW states by name: torch.distributed.checkpoint saves these very tensors, and fills them."""
         tensors = {}
         for name, (model, optimizer, _) in self.trained.items():
-            states = {}
+            weights, states = model.state_dict(), {}  # first, since FSDP then puts its shards in place again
             for key, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     states[key] = optimizer.state[parameter]
                     if not states[key]:  # no gradient has reached it yet: what AdamW will begin with
                         states[key].update(step=torch.zeros((), device=parameter.device),
                                            exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
-            tensors[name] = {"model": model.state_dict(), "optimizer": {"state": states}}
+            tensors[name] = {"model": weights, "optimizer": {"state": states}}
         return tensors
 
     def save_checkpoint(self) -> None:

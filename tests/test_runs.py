@@ -504,21 +504,32 @@ def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp
 # ---------------------------------------------------------------------------------------------- several processes
 
 def job_of_all_scripts(folder, small) -> Path:
-    """A file that runs two steps of each script, into folder/script, all in one job: to import only once."""
-    runs = [[*map(str, small(script)), "--steps", "2", "--output_dir", str(folder / script)]
-            for script in [*SCRIPTS, LARGE_GROUPS]]
+    """A file that runs each script, stopped after step 2 and resumed, into folder/script; in one job, to import once."""
+    runs = [[*map(str, small(script)), "--output_dir", str(folder / script)] for script in [*SCRIPTS, LARGE_GROUPS]]
     shutil.copytree(common.build_tiny_model("arithmetic"), folder / "tiny")
     write(folder / "tiny" / "generation_config.json", '{"eos_token_id": [1, 2]}')  # chat models have two ends
     return write(folder / "job.py", f"""
-import importlib, sys
+import contextlib, importlib, sys
 sys.path.insert(0, {str(ROOT)!r})
 import common
+
+class Stopped(Exception):
+    pass
+
+def end_step(run, step, metrics, end_step=common.Run.end_step):
+    end_step(run, step, metrics)
+    if step == 2 and not run.cfg.resume:
+        raise Stopped
+common.Run.end_step = end_step
+
 for script, *flags in {runs!r}:
     # slices of the vocabulary, as of a large one; but DPO's margins begin at 0, and rounding would decide their signs
     common.HEAD_SLICE["cpu"] = 2 ** 21 if script == "dpo.py" else 500
     module = importlib.import_module(script.removesuffix(".py"))
     sys.argv = [script, *flags]
-    module.main(common.parse_config(module.Config, flags))
+    with contextlib.suppress(Stopped):
+        module.main(common.parse_config(module.Config, flags))
+    module.main(common.parse_config(module.Config, [*flags, "--resume"]))
 directory = {str(folder / "tiny")!r}
 tokenizer = common.load_tokenizer(directory)
 model = common.load_model(directory, common.setup_device())
@@ -538,7 +549,7 @@ def test_two_processes_give_the_numbers_of_one(script, whole_run, jobs, monkeypa
     folder, job = jobs[TWO_AS_ONE]
     assert job.result().returncode == 0, job.result().stderr
     one, two = read_metrics(whole_run(script)), read_metrics(folder / script)
-    assert [metrics["step"] for metrics in two] == [0, 1, 2]
+    assert [metrics["step"] for metrics in two] == [0, 1, 2, 3, 4]
     for alone, together in zip(one, two):
         for name in together.keys() - TIMING:
             assert together[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
