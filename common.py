@@ -1918,7 +1918,7 @@ def format_reward(text) -> float:
     return float(once and bool(re.fullmatch(r"<think>.*</think>\s*<answer>.*</answer>", text, re.S)))
 
 
-_NUMBER = re.compile(r"-?(?:\d+/\d+|\d*\.?\d+)", re.ASCII)
+_DECIMAL = re.compile(r"-?\d*\.?\d+", re.ASCII)
 
 
 def is_equivalent(prediction, answer) -> bool:
@@ -1931,36 +1931,35 @@ def is_equivalent(prediction, answer) -> bool:
     a, b = (extract_answer(side) or str(side) for side in (prediction, answer))
     if max(len(a), len(b)) > LONGEST_ANSWER:
         return a.strip() == b.strip() != ""
-    try:
-        if _NUMBER.fullmatch(a) and _NUMBER.fullmatch(b):
-            return Fraction(a) == Fraction(b)
-        return _same(_clean(a), _clean(b))
-    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
-        return False
+    if _DECIMAL.fullmatch(a) and _DECIMAL.fullmatch(b):  # most pairs: a tenth of the time
+        return Fraction(a) == Fraction(b)
+    return _same(_clean(a), _clean(b))
 
 
-_SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currency, percent and degrees are left out
-    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \! \( \) \[ \] \$ $ € £ \% % °",
-    " ": r"\, \: \; \quad \qquad ~ \ ", ",": ";", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄", "^": "**",
-    "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
+_SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
+    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \! \( \) \[ \] \$ $ € £ \% %",
+    " ": r"\, \: \; \quad \qquad ~ \ ", ",": "; &", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄",
+    "^": "**", "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
     "≠": r"\ne \neq !=", "∪": r"\cup", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
     ":": r"\colon", "|": r"\vert \lvert \rvert \mid", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
-    "\\emptyset": r"\varnothing ∅", " or ": r"\lor \vee", " 1/2": "½", " 1/3": "⅓", " 2/3": "⅔", " 1/4": "¼",
-    " 3/4": "¾", "\\frac": r"\dfrac \tfrac \cfrac", "\\binom": r"\dbinom \tbinom",
+    "\\emptyset": r"\varnothing ∅", " or ": r"\lor \vee", "\\frac": r"\dfrac \tfrac \cfrac",
+    "\\binom": r"\dbinom \tbinom",
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
-_SPELLINGS |= {typed: f"^{i}" for i, typed in enumerate("²³⁴⁵⁶⁷⁸⁹", 2)}
-_SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|[<>!]=|[$%~;]|[^\x00-\x7f]"  # whatever may be a key of _SPELLINGS
+_SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|[<>!]=|[$%~;&]|[^\x00-\x7f]"  # whatever may be a key of _SPELLINGS
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_DEGREES = re.compile(r"([\d.]+) ?(?:\^ ?(?:\{ ?\\circ ?\}|\\circ)|°)")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?![\d,/])")
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
     # symbols and words
+    (r"([⁻⁰¹²³⁴-⁹]+)", r"^{\1}"), (r"([¼½¾⅐-⅞])", r" \1"),  # x², 2½
+    # x^{2}, 2 1/2; cut off, since some characters become eighteen
+    (r"(?s)^.+", lambda text: unicodedata.normalize("NFKC", text[0])[:3 * LONGEST_ANSWER]),
     (_BOLD, ""),
-    (r"^[^=]*(?<!arc)(?:sin|cos|tan|cot|sec|csc)[^=]*$", lambda formula: _DEGREES.sub(r"(\1*pi/180)", formula[0])),
     (_SYMBOL, lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0])),
-    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?", ""),
-    (r"\\text\s*\{([^{}]*)\}", r" \1 "),
+    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?|°", r"\\degree "),
+    (r"\\text\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 "),
     (r"\s+", " "),
+    (r"^(?!.*(?<!arc)(?:sin|cos|tan|cot|sec|csc)).*", lambda text: text[0].replace("\\degree ", "")),
     (r"(?<=\d) ?\^? ?(?:\{ ?(?:st|nd|rd|th) ?\}|(?:st|nd|rd|th)\b)", " "),  # 12^{th}
     (r"(?i)(?<=[\d}]) ?(hundred|thousand|(?:m|b|tr)illion)s?\b", lambda word: f"*10^{_ZEROS[word[1].lower()]}"),
     (r"\b(square|cubic) (\w+)", lambda unit: unit[2] + ("^2" if unit[1] == "square" else "^3")),
@@ -1970,36 +1969,34 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["),
     (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),
     (r"\\\\(?:\[\d+\w+\])?", "],["),
-    (r"&", ","),
     # relations
     (r"((?:^|=) ?[-+(.]*(?:\d|\\frac|\\?sqrt|\\pi)[^=≈,]*)≈[^,]*$", r"\1"),  # x = \sqrt2 ≈ 1.41 is x = \sqrt2
     (r"≈", "="),  # but x_1 ≈ 1.5 is x_1 = 1.5
     (r"^ ?\\?\w+ ?∈", ""),  # x ∈ [1,2] is [1,2]
     (r"^ ?‹ ?\\?\w+ ?[|:](.*[<>≤≥].*)›[ .]*$", r"\1"),  # {x | x > 1} is x > 1
+    (r"^ ?\(([^(),]*[=<>≤≥≠][^(),]*)\)$", r"\1"),  # (x > 1) too
     # numbers and formulas
     (r"_(?:[{ ] ?([a-zA-Z]{2,}) ?\}?|([a-zA-Z]{3,}))", r"_\\\1\2 "),  # F_{net}, F_net: one index; not in x_iy_i
     (r"\\(frac|binom|sqrt|log_) ?(\w)", r"\\\1{\2}"),  # \frac12
     (r"(\\(?:frac|binom)\{[^{}]*\}) ?(\w)", r"\1{\2}"),
-    (r"(?<=\d) (\d+)/(\d+)", r"\\frac{\1}{\2}"),  # 2 1/2 is 2\frac{1}{2}, which is 2 + 1/2
-    (r"(?<![\w.^)}])(\d+) ?(\\frac\{\d+\}\{\d+\})", r"(\1+\2)"),
+    (r"(?<![\w.^)}])(\d+)(?: (\d+/\d+)| ?(\\frac\{\d+\}\{\d+\}))", r"(\1+\2\3)"),  # 2 1/2 and 2\frac{1}{2}
     (r"(\d+)\.(\d*)\\overline\{(\d+)\}", lambda d: f"({d[1]}.{d[2]}0+{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
-    (r"(?<=\d) ?x ?(?=10\^)", "*")]]  # 1.5 x 10^3
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?![\d,/])")
+    (r"(?<=\d) ?x ?(?=10\^)", "*"),  # 1.5 x 10^3
+    # before all brackets 1,234 is a number; (1,234) is a pair
+    (r"^[^(\[‹]*", lambda head: _THOUSANDS.sub(lambda number: number[0].replace(number[1], ""), head[0]))]]
 
 
 @functools.lru_cache(4096)
 def _clean(text: str) -> str:
     """Rewrite the many ways to type the same thing to one: "\\dfrac{1}{2}\\text{ cm}" -> "\\frac{1}{2} cm"."""
     for pattern, ours in _REWRITES:
-        if pattern.search(text):
-            text = pattern.sub(ours, text)
-    head = re.match(r"[^(\[‹]*", text)[0]  # before all brackets 1,234 is a number; (1,234) is a pair
-    text = _THOUSANDS.sub(lambda number: number[0].replace(number[1], ""), head) + text[len(head):]
-    return unicodedata.normalize("NFKC", text).strip(" *_^").rstrip(" .,:\\")
+        text = pattern.sub(ours, text)
+    return text.strip(" *_^").rstrip(" .,:\\")
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
 _LETTER = re.compile(r"\\?[^\W\d_]+(?:_\{?\w+\}?)? ?")
+_RELATIONS = ("=", "<", "≤", "≠")
 _SIGNS = str.maketrans("±∓", "+-"), str.maketrans("±∓", "-+")
 
 
@@ -2009,93 +2006,81 @@ def _same(a: str, b: str, depth: int = 0) -> bool:
         return False
     if _SPACES.sub("", a) == _SPACES.sub("", b):
         return True
-    if len(_split(a)) == len(_split(b)) == 1:
-        a_sides, b_sides = _sides(a), _sides(b)
-        if len(a_sides) > 1 or len(b_sides) > 1:
-            return _same_relation(a_sides, b_sides, depth)
-    (a_brackets, a_items), (b_brackets, b_items) = _items(a), _items(b)
-    if len(a_items) != len(b_items):
+    (a_kind, a_parts), (b_kind, b_parts) = _parts(a), _parts(b)
+    try:
+        if a_kind[:1] in _RELATIONS and b_kind[:1] in _RELATIONS:
+            return a_kind == b_kind and _same_relations(a_kind, a_parts, b_parts, depth)
+        if a_kind[:1] in _RELATIONS:
+            return _is_value_of(a_kind, a_parts, b, depth)
+        if b_kind[:1] in _RELATIONS:
+            return _is_value_of(b_kind, b_parts, a, depth)
+        if a_kind == b_kind == "" and len(a_parts) == len(b_parts) == 1:
+            return _same_value(a_parts[0], b_parts[0])
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):  # what `_values` cannot read
         return False
-    if a_brackets == b_brackets == "" and len(a_items) == 1:
-        return _same_value(a_items[0], b_items[0])
-    if depth or len(a_items) > LONGEST_LIST or not {a_brackets, b_brackets} <= {"", "‹›"}:
-        return (a_brackets == b_brackets or "" in (a_brackets, b_brackets)) and all(
-            _same(x, y, depth + 1) for x, y in zip(a_items, b_items))
-    for x in a_items:  # in any order
-        match = next((y for y in b_items if _same(x, y, depth + 1)), None)
+    if len(a_parts) != len(b_parts):
+        return False
+    if depth or len(a_parts) > LONGEST_LIST or not {a_kind, b_kind} <= {"", "‹›"}:
+        return (a_kind == b_kind or "" in (a_kind, b_kind)) and all(
+            _same(x, y, depth + 1) for x, y in zip(a_parts, b_parts))
+    for x in a_parts:  # in any order
+        match = next((y for y in b_parts if _same(x, y, depth + 1)), None)
         if match is None:
             return False
-        b_items.remove(match)
+        b_parts.remove(match)
     return True
 
 
-def _split(text: str) -> list[str]:
-    """"(1,2), x" -> ["(1,2)", "x"]: at each comma or ∪ outside of all brackets."""
-    if "," not in text and "∪" not in text:
-        return [text.strip()]
-    parts, depth = [""], 0
-    for character in text:
-        depth += (character in "([{‹") - (character in ")]}›")
-        if character in ",∪" and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts]
+def _split(text: str, separators: str = ",∪") -> list[str]:
+    """"(1,2), x ∪ y" -> ["(1,2)", ",", "x", "∪", "y"]: at each separator outside of all brackets."""
+    depths = itertools.accumulate((character in "([{‹") - (character in ")]}›") for character in text)
+    marked = (f"\0{c}\0" if c in separators and depth == 0 else c for c, depth in zip(text, depths))
+    return [part.strip() for part in "".join(marked).split("\0")]
 
 
-def _items(text: str) -> tuple[str, list[str]]:
-    """"(1, 2]" -> ("(]", ["1", "2"]). A bare list has no brackets, anything else is a list of one; 1 ± 2 is two."""
-    brackets, items = "", _split(text)
-    if len(items) == 1:
-        outer, inner = text[0].replace("{", "‹") + text[-1].replace("}", "›"), _split(text[1:-1])
-        if outer == "‹›" or outer in ("()", "(]", "[)", "[]") and (len(inner) > 1 or text.startswith("[[")):
-            brackets, items = outer, inner
-        if text.startswith("[[") and "," not in "".join(inner):  # a column is a tuple
-            brackets = "()"
-    if "±" in text or "∓" in text:
-        items = [way for item in items for way in dict.fromkeys(item.translate(signs) for signs in _SIGNS)]
-    return brackets, items
-
-
-def _sides(text: str) -> list[str]:
-    """"3 > x" -> ["x", "<", "3"]: turned so that it has no >."""
-    sides = re.split(r"\s*([=<>≤≥≠])\s*", text)
-    if ">" in sides or "≥" in sides:
-        sides = [side.translate(str.maketrans(">≥", "<≤")) for side in reversed(sides)]
-    return sides
-
-
-def _as_interval(sides: list[str]) -> str:
-    """["1", "<", "x", "≤", "2"] -> "(1,2]", ["1", "≤", "x"] -> "[1,\\infty)", and "" for anything else."""
-    if len(sides) == 3:
-        sides = ["-\\infty", "<", *sides] if _LETTER.fullmatch(sides[0]) else [*sides, "<", "\\infty"]
-    if len(sides) != 5 or not _LETTER.fullmatch(sides[2]) or not {sides[1], sides[3]} <= {"<", "≤"}:
-        return ""
-    low, under, _, over, high = sides
-    return f"{'[' if under == '≤' else '('}{low},{high}{']' if over == '≤' else ')'}"
-
-
-def _same_relation(a: list[str], b: list[str], depth: int) -> bool:
-    """Two equations or inequalities agree where left − right of one is a constant (for < and ≤: positive) times the
-    other's. One that only names its answer (x = 5, f(2) = 5), or works it out (2 + 3 = 5), agrees with the plain one.
-    An inequality agrees with its interval.
+def _parts(text: str) -> tuple[str, list[str]]:
+    """"(1, 2]" -> ("(]", ["1", "2"]); "3 > x" -> ("<", ["x", "3"]), always without >; "1, 2" -> ("", ["1", "2"]), like
+    1.5 ± 0.5. Anything else is a list of one.
     """
-    if len(a) == 1 or len(b) == 1:
-        relation, (plain,) = (a, b) if len(b) == 1 else (b, a)
-        name, sign, value = relation[0], relation[-2], relation[-1]
-        if sign != "=":
-            return plain[0] in "([" and _same(_as_interval(relation), plain, depth)
-        is_name = re.fullmatch(r"(?!-)\D*(?:[(_]\{?\d+[)}]?)?\s*", name)  # x, f(2), x_1
-        return _same(value, plain, depth) and (bool(is_name) or _same_value(name, plain))
-    if a[1::2] != b[1::2]:
+    kind, parts = "", _split(text)[::2]
+    if len(parts) == 1:
+        sides = _split(text, "=<>≤≥≠")
+        if ">" in sides or "≥" in sides:
+            sides = [side.translate(str.maketrans(">≥", "<≤")) for side in reversed(sides)]
+        if len(sides) > 1:
+            return "".join(sides[1::2]), sides[::2]
+        outer, inner = text[0].replace("{", "‹") + text[-1].replace("}", "›"), _split(text[1:-1])[::2]
+        if outer == "‹›" or outer in ("()", "(]", "[)", "[]") and (len(inner) > 1 or text.startswith("[[")):
+            kind, parts = outer, inner
+        if text.startswith("[[") and "," not in "".join(inner):  # a column is a tuple
+            kind = "()"
+    if "±" in text or "∓" in text:
+        parts = [way for part in parts for way in dict.fromkeys(part.translate(signs) for signs in _SIGNS)]
+    return kind, parts
+
+
+def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
+    """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, an inequality of one letter with its interval."""
+    if kind[-1] == "=":
+        is_name = re.fullmatch(r"(?!-)\D*(?:[(_]\{?\d+[)}]?)?\s*", sides[0])  # x, f(2), x_1
+        return _same(sides[-1], plain, depth) and (bool(is_name) or _same_value(sides[0], plain))
+    if len(sides) == 2:  # x < 3 is -\infty < x < 3
+        at_left = bool(_LETTER.fullmatch(sides[0]))
+        kind, sides = ("<" + kind, ["-\\infty", *sides]) if at_left else (kind + "<", [*sides, "\\infty"])
+    if len(sides) != 3 or not _LETTER.fullmatch(sides[1]) or not set(kind) <= {"<", "≤"} or plain[0] not in "([":
         return False
-    if all(_same(x, y, depth) for x, y in zip(a[::2], b[::2])):
+    return _same(f"{'[' if kind[0] == '≤' else '('}{sides[0]},{sides[2]}{']' if kind[1] == '≤' else ')'}", plain, depth)
+
+
+def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
+    """Whether the sides agree, or left − right of one is a constant (for < and ≤: positive) times the other's."""
+    if all(_same(x, y, depth) for x, y in zip(a, b)):
         return True
-    gaps, others = (_values(f"({sides[0]})-({sides[2]})") for sides in (a, b))
-    if len(a) > 3 or not gaps or not others or 0 in (gaps[0], others[0]):
+    gaps, others = (_values(f"({sides[0]})-({sides[1]})") for sides in (a, b))
+    if len(a) > 2 or 0 in (gaps[0], others[0]):
         return False
     constant = all(_close(gap * others[0], other * gaps[0]) for gap, other in zip(gaps, others))
-    return constant and (a[1] not in "<≤" or gaps[0] * others[0] > 0)
+    return constant and (kind not in "<≤" or gaps[0] * others[0] > 0)
 
 
 _UNIT = re.compile(r"""
@@ -2103,45 +2088,43 @@ _UNIT = re.compile(r"""
       (?: (?! (?: (?:arc)?(?:sin|cos|tan)h? | sqrt | log | exp ) (?![A-Za-z]) )             # stands after a space,
           (?: [A-Za-z]{4} | (?<=[\s(]) [A-Za-z]{3} )
         | (?:[ckm]?m|k?g|gm|ft|in|lbs?|oz|m[lg]|mph|hrs?|min|sec|[APap]\.?[Mm]|L) (?![A-Za-z]) )    # or one of these;
-      (?: [A-Za-z\s.()^] | [/-](?=\s*\(?[A-Za-z]) | \^- | (?<=[A-Za-z^-])[23] | \{[23-]+\} )* )$    # and what goes with
+      (?: [A-Za-z\s.()^] | [/-](?=\s*\(?[A-Za-z]) | \^- | (?<=[A-Za-z^-])[23] | \{[23-]+\} )*      # and what goes with
                                                             # it: 5 miles per hour, 5 m/s, 5 cm^{2}; not 2m/3, 2m-3
+      | (?<=\d) _ \{?\d+\}? )$                             # 4210_5: a base, which the question names
     """, re.X)
 
-_METRIC = {short + unit: long + name for short, long in (("", ""), ("k", "kilo"), ("c", "centi"), ("m", "milli"))
-           for unit, name in (("m", "met"), ("g", "gram"), ("l", "lit"))}  # kg: kilogram; km: kilometer, kilometre
+_UNITS = {short + unit: long + name for short, long in (("", ""), ("k", "kilo"), ("c", "centi"), ("m", "milli"))
+          for unit, name in (("m", "meter"), ("g", "gram"), ("l", "liter"))}
+_UNITS |= {"gm": "gram", "ft": "feet", "foot": "feet", "in": "inch", "yd": "yard", "lb": "pound", "oz": "ounce",
+           "s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour", "yr": "year",
+           "mph": "mileperhour"}
 
 
 def _same_value(a: str, b: str) -> bool:
     """Compare two numbers, formulas or texts, and their units where both have one."""
     (a, a_unit), (b, b_unit) = _split_unit(a), _split_unit(b)
     short, long = sorted((a_unit, b_unit), key=len)
-    letters = iter(long)  # hr is short for hour, cm for centimeter; but cm2 is not, nor m for mm
-    if short and (short[0] != long[0] or short.isalpha() != long.isalpha() or not all(x in letters for x in short)
-                  or short != long and not long.startswith(_METRIC.get(short, ""))):
+    if short and not re.fullmatch(re.escape(short) + "[a-z]*", long):  # apples left are apples; cm2 is not cm
         return False
-    number, in_base = sorted((a, b), key=len)
-    if number.isdigit() and re.fullmatch(number + r"_\{?\d+\}?", in_base):  # 4210_5: the question names the base
-        return True
     if re.fullmatch("[A-Z ]{2,}", a) and re.fullmatch("[A-Z ]{2,}", b):  # capitals are no product: ABC is not CAB
-        return a.replace(" ", "") == b.replace(" ", "")
+        return False
     if a.lower() == b.lower() and re.search(r"(?<!\\)\b[a-zA-Z]{2}", a):  # a word, not a letter
         return True
-    values = _values(a), _values(b)
-    return None not in values and all(map(_close, *values))
+    return all(map(_close, _values(a), _values(b)))
 
 
 def _split_unit(text: str) -> tuple[str, str]:
-    """"18 apples" -> ("18", "apple"), "5 cm^2" -> ("5", "cm2"), "12m" -> ("12", "m"); "x + 3m" has none."""
+    """"18 apples" -> ("18", "apple"), "5 cm^2" -> ("5", "centimeter2"), "12m" -> ("12", "meter"); "x + 3m" has none."""
     found = _UNIT.search(text)
     number = text[:found.start()] if found else ""
     letter = found and re.fullmatch(r"[a-zA-Z](\^?\{?[23]\}?)?", found[1])  # of a unit or of a formula?
     formula = letter and (re.search(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])", number)  # x + 3 m
-                          or found[0] == found[1] and not _NUMBER.fullmatch(number))  # 1+3m
-    if formula or number.count("(") > number.count(")"):  # 2(1+3m)
+                          or found[0] == found[1] and not re.fullmatch(r"-?[\d./]+", number))  # 1+3m
+    if formula or number.count("(") > number.count(")") or not re.search(r"\d|\\pi", number):  # 2(1+3m)
         return text, ""
-    if not re.search(r"\d|\\pi", number):
-        return text, ""
-    return number.strip(), re.sub(r"[\s(){}.^]", "", found[1]).lower().rstrip("s")
+    unit = re.sub(r"\Bs\b|\.", "", found[1].lower()).replace("tre", "ter")
+    unit = re.sub("[a-z]+", lambda word: _UNITS.get(word[0], word[0]), unit)
+    return number.strip(), re.sub(r"[\s(){}^]", "", unit).replace("/", "per")
 
 
 def _close(a, b) -> bool:
@@ -2165,20 +2148,18 @@ def _power(base, exponent):
     return base ** exponent
 
 
-def _whole(n) -> int:
-    if n != int(n) or n >= 200:
-        raise ValueError
-    return int(n)
+def _factorial(n):
+    return Fraction(math.factorial(int(n))) if n == int(n) and 0 <= n < 200 else math.gamma(n + 1)  # n may be a letter
 
 
 _OPERATORS = {  # how strongly it binds, what it does
     ":": (1, lambda a, b: (a + 7919 * b + Fraction(1, 89)) ** 3),  # 3:30 and x_1 have values that nothing else has
     "_": (6, lambda x, n: (x + 7919 * n + Fraction(1, 89)) ** 3),
     "+": (2, operator.add), "-": (2, operator.sub), "*": (3, operator.mul), "/": (3, operator.truediv),
-    "^": (4, _power), "!": (5, lambda n: Fraction(math.factorial(_whole(n))))}
+    "^": (4, _power), "!": (5, _factorial)}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
-_CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf, "infinity": math.inf}
-_OF_TWO = {"frac": operator.truediv, "binom": lambda n, k: Fraction(math.comb(_whole(n), _whole(k)))}
+_CONSTANTS = {"degree": math.pi / 180, "pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf, "infinity": math.inf}
+_OF_TWO = {"frac": operator.truediv, "binom": lambda n, k: _factorial(n) / _factorial(k) / _factorial(n - k)}
 _FUNCTIONS = {
     "sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "log": cmath.log10, "exp": cmath.exp,
     "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan, "sinh": cmath.sinh, "cosh": cmath.cosh,
@@ -2193,10 +2174,12 @@ _TOKEN = re.compile(rf"""
 
 
 @functools.lru_cache(4096)
-def _values(text: str) -> list | None:
-    """A formula's values at three points, at each of which a letter stands for a fixed number; None if unreadable."""
+def _values(text: str) -> list:
+    """A formula's values at three points, at each of which a letter stands for a fixed number. Raises any of the
+    errors in `_same` where the text is none.
+    """
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
-    tokens, depth, modulus = [], 0, 0  # a stack, so the text is in it from right to left; ";" at the bottom is its end
+    tokens, values = [], []  # a stack, so the text is in it from right to left; ";" at the bottom is its end
 
     def accept(token):
         return tokens[-1] == token and tokens.pop()
@@ -2204,64 +2187,51 @@ def _values(text: str) -> list | None:
     def read(strength):  # an atom and those operators after it that bind more strongly than this
         value = atom()
         while True:
-            token = tokens[-1]
-            implicit = token[-1].isalpha() or token in "([{"  # 2x, 2(x + 1); but 2 3 is not 6
-            binds, apply = _OPERATORS.get("*" if implicit else token, (0, None))
+            implicit = tokens[-1][-1].isalpha() or tokens[-1] in "([{"  # 2x, 2(x + 1); but 2 3 is not 6
+            binds, apply = _OPERATORS.get("*" if implicit else tokens[-1], (0, None))
             if binds <= strength:
                 return value
-            if not implicit:
-                tokens.pop()
+            token = "*" if implicit else tokens.pop()
             value = apply(value) if token == "!" else apply(value, read(binds))
             if _bits(value) > MOST_BITS:
                 raise ValueError
 
     def atom():  # a number, a letter, (…), |…|, -atom, \frac atom atom, \sqrt[…] atom, \sin^atom atom and the like
-        nonlocal depth
-        depth += 1
-        if depth > DEEPEST:
-            raise ValueError
         token = tokens.pop()
         if token[0].isdigit() or token[0] == ".":
-            value = Fraction(token)
-        elif token in ("+", "-"):
-            value = read(3) if token == "+" else -read(3)
-        elif token in _CLOSING:
+            return Fraction(token)
+        if token in ("+", "-"):
+            return read(3) if token == "+" else -read(3)
+        if token in _CLOSING:
             value = read(0)
             if not accept(_CLOSING[token]):
                 raise ValueError
-            value = abs(value) if token == "|" else value
-        elif token in _OF_TWO:
-            value = _OF_TWO[token](atom(), atom())
-        elif token == "sqrt":
+            return abs(value) if token == "|" else value
+        if token in _OF_TWO:
+            return _OF_TWO[token](atom(), atom())
+        if token == "sqrt":
             index = atom() if tokens[-1] == "[" else 2
-            value = _power(atom(), 1 / index)
-        elif token in _FUNCTIONS:  # \log_2 8, \sin^2 x
+            return _power(atom(), 1 / index)
+        if token in _FUNCTIONS:  # \log_2 8, \sin^2 x
             base = atom() if accept("_") else 10
             exponent = atom() if accept("^") else 1
             bracketed = tokens[-1] in _CLOSING
             value = atom() if tokens[-1] in "([" else read(3)  # \sin(x)^2 is the square of a sine
             while not bracketed and tokens[-1][-1].isalpha() and tokens[-1] not in _FUNCTIONS:
                 value = value * read(3)  # \cos 2x
-            value = (_FUNCTIONS[token](complex(value)) / cmath.log10(base)) ** exponent
-        elif token in _CONSTANTS:
-            value = _CONSTANTS[token]
-        elif len(token) == 1 and token.isalpha() or token[0] == "\\":
-            value = Fraction(pow(int.from_bytes(token.encode(), "big"), 5, modulus) + 1, 97)  # a + d is not b + c
-        else:
-            raise ValueError
-        depth -= 1
-        return value
+            return (_FUNCTIONS[token](complex(value)) / cmath.log10(base)) ** exponent
+        if token in _CONSTANTS:
+            return _CONSTANTS[token]
+        if len(token) == 1 and token.isalpha() or token[0] == "\\":
+            return Fraction(pow(int.from_bytes(token.encode(), "big"), 5, modulus) + 1, 97)  # a + d is not b + c
+        raise ValueError
 
-    try:
-        values = []
-        for modulus in (1009, 1013, 1019):
-            tokens, depth = [";", *reversed(words)], 0
-            values.append(read(0))
-            if tokens != [";"]:
-                return None
-        return values
-    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
-        return None
+    for modulus in (1009, 1013, 1019):
+        tokens = [";", *reversed(words)]
+        values.append(read(0))
+        if tokens != [";"]:
+            raise ValueError
+    return values
 
 
 # -------------------------------------------------------------------------------------------------- evaluation
