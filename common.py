@@ -1699,30 +1699,31 @@ def micro_batches(batch, blocks: list, max_tokens: int):
     ids = batch.input_ids[rows].where(batch.attention_mask[rows] > 0, -1).cpu()
     copy_of = dict(zip(rows, distinct_rows(ids)[1].tolist()))  # row: a number that equal rows share
 
-    def fits(rows):  # size: prompts and completions padded apart; padding: shifted left, as wide as the longest
-        size = len(rows) * (max(prompt[row] for row in rows) + max(completion[row] for row in rows))
-        padding = 1 - sum(total[row] for row in rows) / len(rows) / max(total[row] for row in rows)
-        return size <= max_tokens / 4 or size <= max_tokens and padding <= MAX_PADDING
-
+    waiting = collections.deque(sorted(blocks, key=lambda block: (-max(total[row] for row in block), block)))
     dealt = []  # the micro-batches, each a list of blocks
-    held = {}  # copy_of[row]: row, of the last micro-batch; copies take room once, as `once_each` computes them once
-    for block in sorted(blocks, key=lambda block: (-max(total[row] for row in block), block)):
-        new = {copy_of[row]: row for row in block}
-        if dealt and fits((held | new).values()):
-            dealt[-1].append(block)
-            held |= new
-        else:
-            dealt.append([block])
-            held = new
+    while waiting:
+        group, held, tokens, L, T = [], set(), 0, 0, 0
+        longest = max(total[row] for row in waiting[0])
+        while waiting:
+            new = {copy_of[row]: total[row] for row in waiting[0] if copy_of[row] not in held}  # copies take room once
+            held |= new.keys()
+            tokens += sum(new.values())
+            L, T = max(L, *(prompt[row] for row in waiting[0])), max(T, *(completion[row] for row in waiting[0]))
+            size = len(held) * (L + T)  # prompts and completions padded apart
+            padding = 1 - tokens / len(held) / longest  # shifted left, as wide as the longest
+            if group and size > max_tokens / 4 and (size > max_tokens or padding > MAX_PADDING):
+                break
+            group.append(waiting.popleft())
+        dealt.append(group)
     while len(dealt) % world_size():  # halve the micro-batch with most blocks until there is one for each rank
         i = dealt.index(max(dealt, key=len))
         half = (len(dealt[i]) + 1) // 2
         dealt[i:i + 1] = dealt[i][:half], dealt[i][half:]
-    L = batch.input_ids.shape[1] - batch.mask.shape[1]
+    end = batch.input_ids.shape[1] - batch.mask.shape[1]  # of the prompts
     for group in dealt[rank()::world_size()]:  # empty where there are fewer blocks than ranks
         rows = [row for block in group or blocks[:1] for row in block]
         T = max(completion[row] for row in rows) if group else 0
-        columns = slice(L - max(prompt[row] for row in rows), L + T)
+        columns = slice(end - max(prompt[row] for row in rows), end + T)
         rows = torch.tensor(rows, device=batch.mask.device)
         yield rows, batch.input_ids[rows, columns], batch.attention_mask[rows, columns], T
 
