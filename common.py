@@ -1479,12 +1479,6 @@ def read_prefixes_once(model, ids, shared: int):
     return torch.cat([hidden.index_select(0, which), rest], 1)
 
 
-def head_weights(model) -> list:
-    """[weight [V, H]] of the head, or [weight, bias [V]]."""
-    head = model.get_output_embeddings()
-    return [head.weight] if getattr(head, "bias", None) is None else [head.weight, head.bias]
-
-
 def head_logits(config, hidden, weight, bias=None):
     """[n, H] -> [n, V], float32, with the bias, scale or soft cap that some architectures have.
 
@@ -1507,7 +1501,7 @@ def sliced_logprobs(model, input_ids, attention_mask, T, temperature):
     targets = input_ids[:, input_ids.shape[1] - T:][cells]
     size = max(1, HEAD_SLICE[hidden.device.type] // max(1, len(hidden)))
     size -= size % min(size, 128)  # tensor cores want aligned rows
-    values = SlicedLogprobs.apply(model.config, targets, temperature, size, hidden, *head_weights(model))
+    values = SlicedLogprobs.apply(model.config, targets, temperature, size, hidden, *model.get_output_embeddings().parameters())
     empty = torch.zeros(len(input_ids), T, device=hidden.device)
     return tuple(empty.index_put(cells, value) for value in values)
 
@@ -1603,7 +1597,7 @@ def head_is_sliceable(model) -> bool:
     def compare(model, ids):  # on CUDA, FSDP of torch up to 2.11 cannot wrap a call without arguments
         whole, without_last = (model.base_model(input_ids=x, use_cache=False).last_hidden_state
                                for x in (ids, ids[:, :-1]))
-        logits = head_logits(model.config, whole, *head_weights(model))
+        logits = head_logits(model.config, whole, *model.get_output_embeddings().parameters())
         own_logits = model(input_ids=ids, use_cache=False).logits
         tolerance = 1e-4 if own_logits.dtype == torch.float32 else 0.01  # a cap or a scale in bfloat16
         moved = (whole[:, :-1] - without_last).norm() / whole.norm()  # 0, but for kernels that round by shape
@@ -1646,8 +1640,7 @@ def sequence_scores(model, input_ids, attention_mask):
 
 def scores_at(model, *where):
     """The head's scores [n, 1] of `hidden_states(model, *where)`, in float32: bfloat16 would tie close ones."""
-    bias = None if model.score.bias is None else model.score.bias.float()
-    return F.linear(hidden_states(model, *where).float(), model.score.weight.float(), bias)
+    return F.linear(hidden_states(model, *where).float(), *(p.float() for p in model.score.parameters()))
 
 
 @torch.no_grad()
