@@ -1366,11 +1366,10 @@ def just_below(threshold: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 # --------------------------------------------------------------------------------------------------- log-probs
 #
 # What each function saves, from the outermost to the innermost:
-#   token_logprobs     (chooses: logits by slices, or all at once, `unsliced_logprobs`)
-#   once_each          rows that are copies of another
-#   sliced_logprobs    logits of prompts and padding: the head gets only the hidden states before completion tokens
-#   hidden_states      left padding, and (`read_prefixes_once`) prefixes that several rows share
-#   SlicedLogprobs     memory: of the logits only some columns exist at a time
+#   once_each            rows that are copies of another
+#   completion_logprobs  logits of prompts and padding: the head gets only the hidden states before completion tokens
+#   hidden_states        left padding, and (`read_prefixes_once`) prefixes that several rows share
+#   SlicedLogprobs       memory: of the logits only some columns exist at a time
 
 HEAD_SLICE = {"cpu": 2 ** 21, "cuda": 2 ** 27}  # logits (tokens × vocabulary) at a time: 8 MB, 512 MB in float32
 SHARED_TOKENS = 400  # prefixes are read once if that saves so many, and a fifth: else a second pass costs more
@@ -1390,8 +1389,8 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     """
     if num_completion_tokens >= input_ids.shape[1]:
         raise ValueError("no prompt: nothing comes before the first token, so it has no log-prob")
-    function = sliced_logprobs if head_is_sliceable(model) else unsliced_logprobs
-    return once_each(function, model, input_ids, attention_mask, num_completion_tokens, temperature)
+    return once_each(completion_logprobs, model, input_ids, attention_mask, num_completion_tokens, temperature,
+                     head_is_sliceable(model))
 
 
 def once_each(function, model, input_ids, attention_mask, *args):
@@ -1495,26 +1494,21 @@ def head_logits(config, hidden, weight, bias=None):
     return logits
 
 
-def sliced_logprobs(model, input_ids, attention_mask, T, temperature):
+def completion_logprobs(model, input_ids, attention_mask, T, temperature, sliced: bool):
     cells, before = completion_tokens(attention_mask, T)
-    hidden = hidden_states(model, input_ids, attention_mask, cells[0], before)  # what predicts the tokens
     targets = input_ids[:, input_ids.shape[1] - T:][cells]
-    size = max(1, HEAD_SLICE[hidden.device.type] // max(1, len(hidden)))
-    size -= size % min(size, 128)  # tensor cores want aligned rows
-    values = SlicedLogprobs.apply(model.config, targets, temperature, size, hidden, *model.get_output_embeddings().parameters())
-    empty = torch.zeros(len(input_ids), T, device=hidden.device)
-    return tuple(empty.index_put(cells, value) for value in values)
-
-
-def unsliced_logprobs(model, input_ids, attention_mask, T, temperature):
-    """The same from the model's own logits, for heads of another form: holds [B, L+T, V]."""
-    cells, before = completion_tokens(attention_mask, T)
-    ids = shift_left(input_ids, attention_mask, int(attention_mask.sum(1).max()))  # as in hidden_states
-    logits = cells_of(model(input_ids=ids, use_cache=False).logits, cells[0], before)  # [n, V]
-    logp = (logits.float() / temperature).log_softmax(-1)
-    targets = input_ids[:, input_ids.shape[1] - T:][cells]
-    values = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(1)  # entropy: −Σ p log p
-    empty = torch.zeros(len(input_ids), T, device=logp.device)
+    if sliced:
+        hidden = hidden_states(model, input_ids, attention_mask, cells[0], before)  # what predicts the tokens
+        size = max(1, HEAD_SLICE[hidden.device.type] // max(1, len(hidden)))
+        size -= size % min(size, 128)  # tensor cores want aligned rows
+        head = model.get_output_embeddings().parameters()
+        values = SlicedLogprobs.apply(model.config, targets, temperature, size, hidden, *head)
+    else:  # from the model's own logits: holds [B, L+T, V]
+        ids = shift_left(input_ids, attention_mask, int(attention_mask.sum(1).max()))  # as in hidden_states
+        logits = cells_of(model(input_ids=ids, use_cache=False).logits, cells[0], before)  # [n, V]
+        logp = (logits.float() / temperature).log_softmax(-1)
+        values = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(1)  # entropy: −Σ p log p
+    empty = torch.zeros(len(input_ids), T, device=targets.device)
     return tuple(empty.index_put(cells, value) for value in values)
 
 

@@ -218,7 +218,7 @@ def logprobs_path(path: str, model, ids, mask, T: int):
     if path == "ours":
         return common.token_logprobs(model, ids, mask, T)[0]
     if path == "all logits":
-        return common.call_gathered(common.unsliced_logprobs, model, ids, mask, T, 1.0)[0]
+        return common.call_gathered(common.completion_logprobs, model, ids, mask, T, 1.0, False)[0]
     labels = ids.clone()
     labels[:, :-T] = -100
     return model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs[:, -T:]

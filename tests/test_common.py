@@ -60,8 +60,8 @@ def test_a_scaled_or_biased_head_is_exact(changes):
     if not changes:
         model.lm_head.bias.data.normal_()
     input_ids, attention_mask, mask = batch_of_three(tokenizer)
-    sliced = common.sliced_logprobs(model, input_ids, attention_mask, mask.shape[1], 1.0)
-    full = common.unsliced_logprobs(model, input_ids, attention_mask, mask.shape[1], 1.0)
+    sliced = common.completion_logprobs(model, input_ids, attention_mask, mask.shape[1], 1.0, True)
+    full = common.completion_logprobs(model, input_ids, attention_mask, mask.shape[1], 1.0, False)
     torch.testing.assert_close(sliced, full, rtol=1e-4, atol=1e-5)
     assert common.head_is_sliceable(model.bfloat16())  # whose logits are rounded
 
@@ -107,7 +107,7 @@ def test_full_logits_are_those_of_each_row_alone_where_padding_would_change_them
     """RecurrentGemma's convolution reads what stands left of a prompt, whatever the attention mask says."""
     model, tokenizer = random_model("RecurrentGemma")
     input_ids, attention_mask, mask = batch_of_three(tokenizer)
-    logprobs, _ = common.unsliced_logprobs(model, input_ids, attention_mask, mask.shape[1], 1.0)
+    logprobs, _ = common.completion_logprobs(model, input_ids, attention_mask, mask.shape[1], 1.0, False)
     for row in range(3):
         ids, n = input_ids[row][attention_mask[row].bool()], int(mask[row].sum())
         expected = model(ids[None]).logits[0].log_softmax(-1)[-n - 1:-1].gather(1, ids[-n:, None])[:, 0]
@@ -357,8 +357,8 @@ def test_the_head_of_falcon_h1_is_scaled():
 def test_both_ways_have_the_temperature():
     model, tokenizer = random_model("Qwen2")
     input_ids, attention_mask, mask = batch_of_three(tokenizer)
-    both = [function(model, input_ids, attention_mask, mask.shape[1], 0.7)
-            for function in (common.sliced_logprobs, common.unsliced_logprobs)]
+    both = [common.completion_logprobs(model, input_ids, attention_mask, mask.shape[1], 0.7, sliced)
+            for sliced in (True, False)]
     torch.testing.assert_close(*both, rtol=1e-4, atol=1e-5)
 
 
