@@ -1244,19 +1244,20 @@ class GraphStep:
         self.column = torch.tensor([column], device=mask.device)
         for layer in cache.layers:
             layer.column, layer.width = self.column, self.width  # not self: a cycle would keep the cache in memory
-        self.graph = None
-        if mask.is_cuda:  # on a CPU, for tests, each call runs the same kernels one by one
-            stream = capture_stream()
-            stream.wait_stream(torch.cuda.current_stream())
+        self.graph = torch.cuda.CUDAGraph() if mask.is_cuda else None  # on a CPU, for tests: one by one, as in `run`
+        if self.graph is not None:
+            capture = torch.cuda.graph(self.graph, capture_error_mode="thread_local")  # NCCL's own thread may call CUDA
+            here, stream = torch.cuda.current_stream(), capture.capture_stream  # the latter is one for all graphs
+            stream.wait_stream(here)
+            with warnings.catch_warnings(action="ignore"):  # that this mode is a prototype
+                torch.cuda.set_sync_debug_mode("error")  # what waits for the GPU would break the allocator in a capture
             try:
-                with torch.cuda.stream(stream), no_waiting():  # a first run, not captured: libraries set up
+                with torch.cuda.stream(stream):  # a first run, not captured: libraries set up
                     self.run()
             finally:  # also where it failed half-way: what it queued writes into the cache
-                torch.cuda.current_stream().wait_stream(stream)
-            self.graph = torch.cuda.CUDAGraph()
-            # thread_local: NCCL's own thread may call CUDA meanwhile. A capture that fails leaves its stream set.
-            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(
-                    self.graph, stream=stream, capture_error_mode="thread_local"):
+                torch.cuda.set_sync_debug_mode("default")
+                here.wait_stream(stream)
+            with torch.cuda.stream(here), capture:  # a capture that fails leaves its stream set
                 self.logits = self.run()
 
     def run(self):
@@ -1293,24 +1294,6 @@ def one_token_attention(module, query, key, value, attention_mask, **kwargs):
     query = query.reshape(m, key.shape[1], heads // key.shape[1], width)
     out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=kwargs.get("scaling"))
     return out.reshape(m, 1, heads, value.shape[3]), None
-
-
-@functools.cache
-def capture_stream():
-    """One stream for all graphs: each keeps a workspace for matrix products."""
-    return torch.cuda.Stream()
-
-
-@contextlib.contextmanager
-def no_waiting():
-    """Whatever waits for the GPU raises RuntimeError: better in the first run than in a capture, where the allocator
-    would break."""
-    with warnings.catch_warnings(action="ignore"):  # that this mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def can_use_graph(model, cache) -> bool:
