@@ -1148,7 +1148,7 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
             cache.layers[i] = RoomyLayer(cache.layers[i], room)
     position = mask.sum(1)[rows]  # [n] of the next token
     mask = F.pad(mask, (0, room), value=1)[rows]  # [n, L+room]
-    graph, graphs_work = None, can_use_graph(model, cache)
+    graph = None
     look_every = 1 if device.type == "cpu" else 8  # to see which rows have ended, the CPU must wait for the GPU
 
     tokens = torch.zeros(n, max_new_tokens, dtype=torch.long, device=device)
@@ -1173,10 +1173,9 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
                 alive, chosen, position, mask, ended = (x[stay] for x in (alive, chosen, position, mask, ended))
                 cache.reorder_cache(stay)
                 graph = None
-        if graphs_work and (graph is None or L + t >= graph.width):
+        if graph is None or L + t >= graph.width:
             graph = None  # its memory goes before the next one is made
             graph = capture_step(model, cache, mask, L + t)
-            graphs_work = graph is not None
         logits = graph(chosen, position, L + t) if graph else forward(chosen[:, None], mask[:, :L + t + 1],
                                                                       position[:, None])
         position = position + 1
@@ -1299,14 +1298,14 @@ def one_token_attention(module, query, key, value, attention_mask, **kwargs):
 def can_use_graph(model, cache) -> bool:
     """Only "sdpa" takes a 4D mask of booleans; sliding windows and the like have caches of other kinds."""
     return (model.device.type == "cuda" and not hasattr(model, "no_graph")
-            and model.config._attn_implementation == "sdpa" and takes(model, "position_ids")
-            and all(isinstance(layer, RoomyLayer) for layer in cache.layers))
+            and model.config._attn_implementation == "sdpa"
+            and all(isinstance(layer, RoomyLayer) for layer in cache.layers) and takes(model, "position_ids"))
 
 
 def capture_step(model, cache, mask, column: int) -> GraphStep | None:
-    """None, with a warning, if the model does something that a graph cannot hold: then steps run without one."""
+    """None, with one warning, if the model does something that a graph cannot hold: then steps run without one."""
     try:
-        return GraphStep(model, cache, mask, column)
+        return GraphStep(model, cache, mask, column) if can_use_graph(model, cache) else None
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError) as error:  # ValueError: ALiBi made from a mask of two dimensions
