@@ -1058,7 +1058,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     change what is sampled, up to rounding in the model.
     """
     device, pad = model.device, tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    prompts, greedy = [prompts] if isinstance(prompts, str) else prompts, greedy or temperature == 0
+    prompts, temperature = [prompts] if isinstance(prompts, str) else prompts, 0 if greedy else temperature
     prompts = [encode(tokenizer, p) if isinstance(p, str) else [*map(int, p)] for p in prompts]
     if len(set(gather_in_order([zlib.crc32(repr(prompts).encode())]))) > 1:  # prompts of different ranks would mix
         raise ValueError("sample is collective: every rank must pass the same prompts")
@@ -1066,7 +1066,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
         raise ValueError("a prompt without tokens: there is nothing to condition on")
     prompt_ids, prompt_mask, _ = collate(prompts, [[]] * len(prompts), pad, device)  # [P, L]
     N = len(prompts) * group_size
-    uniforms = None if greedy else torch.rand(N, max_new_tokens, dtype=torch.float64).to(device)
+    uniforms = (torch.rand if temperature else torch.zeros)(N, max_new_tokens, dtype=torch.float64).to(device)
     ends = torch.tensor(eos_ids(model, tokenizer), device=device)
     tokens = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)  # [N, T]
     lengths = torch.zeros(N, dtype=torch.long, device=device)
@@ -1076,8 +1076,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
         turns = mine.split(rows_that_fit(model, prompt_ids.shape[1], max_new_tokens, group_size)) if len(mine) else ()
         for rows in turns:
             tokens[rows], lengths[rows] = decode(
-                model, prompt_ids, prompt_mask, rows // group_size, ends, max_new_tokens,
-                None if greedy else uniforms[rows], temperature)
+                model, prompt_ids, prompt_mask, rows // group_size, ends, max_new_tokens, uniforms[rows], temperature)
 
     sum_over_ranks(tokens)  # rows of other ranks are zero here
     sum_over_ranks(lengths)
@@ -1155,7 +1154,7 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     alive = torch.arange(n, device=device)  # [m] the rows that are still in the batch
     ended = torch.zeros(n, dtype=torch.bool, device=device)  # [m]
     for t in range(max_new_tokens):
-        chosen = pick_tokens(logits, None if uniforms is None else uniforms[alive, t], temperature)  # [m]
+        chosen = pick_tokens(logits, uniforms[alive, t], temperature)  # [m]
         tokens[alive, t] = chosen
         ended |= torch.isin(chosen, ends)
         if t + 1 == max_new_tokens:
@@ -1315,14 +1314,14 @@ def capture_step(model, cache, mask, column: int) -> GraphStep | None:
             layer.column = None
 
 
-def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor | None, temperature: float) -> torch.Tensor:
-    """[n, V] logits -> [n] token ids: the likeliest where `uniforms` is None, else softmax(logits/temperature) draws.
+def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[n, V] logits -> [n] token ids: draws from softmax(logits / temperature), the likeliest where that is 0.
 
     The draw is the first token whose cumulative probability exceeds the uniform number. Sums are float64, so that
     tokens rarer than float32 can count keep their share. A float64 cumulative sum of the whole vocabulary would be slow
     and large: first the draw's block of 512 tokens is found by the blocks' sums, then the token within the block.
     """
-    if uniforms is None:
+    if temperature == 0:
         return logits.argmax(-1)
     n, V = logits.shape
     size = min(V, 512)
