@@ -1636,13 +1636,11 @@ def rollout_logprobs(model, rollout: Rollout, minibatches, max_tokens: int, temp
     return rollout_values(model, rollout, minibatches, max_tokens, lambda *args: token_logprobs(*args, temperature)[0])
 
 
-@torch.no_grad()
 def all_scores(model, batch, blocks, max_tokens: int) -> torch.Tensor:
     """The `sequence_scores` [N] of all rows of the batch, on every rank."""
-    scores = torch.zeros(len(batch.mask), device=batch.mask.device)
-    for rows, input_ids, attention_mask, T in micro_batches(batch, blocks, max_tokens):
-        scores[rows] += sequence_scores(model, input_ids, attention_mask) * (T > 0)  # T = 0: see micro_batches
-    return sum_over_ranks(scores)
+    def compute(model, input_ids, attention_mask, T):
+        return sequence_scores(model, input_ids, attention_mask)[:, None]  # in all T columns, none where T is 0
+    return rollout_values(model, batch, [blocks], max_tokens, compute)[:, 0]
 
 
 MAX_PADDING = 0.08  # of a micro-batch, unless it is below a quarter of --micro_batch_tokens
