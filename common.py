@@ -1069,21 +1069,20 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     uniforms = (torch.rand if temperature else torch.zeros)(N, max_new_tokens, dtype=torch.float64).to(device)
     ends = torch.tensor(eos_ids(model, tokenizer), device=device)
     tokens = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)  # [N, T]
-    lengths = torch.zeros(N, dtype=torch.long, device=device)
 
     with evaluating(model), gathered(model):
         mine = torch.tensor(my_share(N), dtype=torch.long, device=device)
         turns = mine.split(rows_that_fit(model, prompt_ids.shape[1], max_new_tokens, group_size)) if len(mine) else ()
         for rows in turns:
-            tokens[rows], lengths[rows] = decode(
+            tokens[rows] = decode(
                 model, prompt_ids, prompt_mask, rows // group_size, ends, max_new_tokens, uniforms[rows], temperature)
 
-    sum_over_ranks(tokens)  # rows of other ranks are zero here
-    sum_over_ranks(lengths)
+    is_end = torch.isin(sum_over_ranks(tokens), ends)  # rows of other ranks are zero here
+    finished = is_end.any(1)
+    lengths = torch.where(finished, is_end.int().argmax(1) + 1, max_new_tokens)  # what stands after the first end goes
     tokens = tokens[:, :lengths.max()]
     mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
     tokens = tokens.where(mask, pad)
-    finished = torch.isin(tokens.gather(1, lengths[:, None] - 1), ends)[:, 0]
     texts = [row[:n].tolist() for row, n in zip(tokens.cpu().numpy(), (lengths - finished.long()).tolist())]
     return Rollout(
         input_ids=torch.cat([prompt_ids.repeat_interleave(group_size, 0), tokens], 1),
@@ -1117,7 +1116,7 @@ def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: in
 
 
 def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, uniforms, temperature):
-    """One turn of `sample`: rows [n] of the prompts `prompt_of` -> (tokens [n, max_new_tokens], lengths [n]).
+    """One turn of `sample`: rows [n] of the prompts `prompt_of` -> tokens [n, max_new_tokens], anything after an end.
 
     Each prompt is read once, and its KV cache copied to the rows of its group. A row that has ended leaves the
     batch, so that a long completion does not keep the short ones running: the last rows move into the places that
@@ -1145,7 +1144,7 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     for i in range(len(cache.layers)):  # one at a time: no second cache in memory
         if type(cache.layers[i]) is DynamicLayer:
             cache.layers[i] = RoomyLayer(cache.layers[i], room)
-    position = mask.sum(1)[rows]  # [n] of the next token
+    prompt_length = mask.sum(1)[rows]  # [n]
     mask = F.pad(mask, (0, room), value=1)[rows]  # [n, L+room]
     graph = None
     look_every = 1 if device.type == "cpu" else 8  # to see which rows have ended, the CPU must wait for the GPU
@@ -1169,18 +1168,16 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
                 # Of five rows, of which 1 and 3 have ended: stay = [0, 4, 2].
                 stay = torch.arange(m, device=device)
                 stay[ended[:m]] = m + (~ended[m:]).nonzero()[:, 0]
-                alive, chosen, position, mask, ended = (x[stay] for x in (alive, chosen, position, mask, ended))
+                alive, chosen, mask, ended = (x[stay] for x in (alive, chosen, mask, ended))
                 cache.reorder_cache(stay)
                 graph = None
         if graph is None or L + t >= graph.width:
             graph = None  # its memory goes before the next one is made
             graph = capture_step(model, cache, mask, L + t)
+        position = prompt_length[alive] + t
         logits = graph(chosen, position, L + t) if graph else forward(chosen[:, None], mask[:, :L + t + 1],
                                                                       position[:, None])
-        position = position + 1
-    is_end = torch.isin(tokens, ends)  # a row that ended and was not dropped at once ran on: its first end counts
-    lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, max_new_tokens)
-    return tokens, lengths
+    return tokens
 
 
 class RoomyLayer(DynamicLayer):
@@ -1242,8 +1239,8 @@ class GraphStep:
         self.column = torch.tensor([column], device=mask.device)
         for layer in cache.layers:
             layer.column, layer.width = self.column, self.width  # not self: a cycle would keep the cache in memory
-        self.graph = torch.cuda.CUDAGraph() if mask.is_cuda else None  # on a CPU, for tests: one by one, as in `run`
-        if self.graph is not None:
+        self.graph = torch.cuda.CUDAGraph() if mask.is_cuda else None
+        if self.graph is not None:  # on a CPU, for tests, each call runs the same kernels one by one
             capture = torch.cuda.graph(self.graph, capture_error_mode="thread_local")  # NCCL's own thread may call CUDA
             here, stream = torch.cuda.current_stream(), capture.capture_stream  # the latter is one for all graphs
             stream.wait_stream(here)
