@@ -1125,19 +1125,20 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     n, device = len(prompt_of), prompt_ids.device
     first, last = prompt_of[0].item(), prompt_of[-1].item() + 1
     mask, rows = prompt_mask[first:last], prompt_of - first
-    padded = not mask.all()
+    masked = not mask.all()
     cache = DynamicCache(config=model.config)
     cache_name = next((name for name in ("past_key_values", "cache_params") if takes(model, name)), None)
     if cache_name is None:  # its **kwargs would swallow a cache
         raise UserError(f"{type(model).__name__} takes no KV cache, so it cannot be sampled from")
+    has_positions = takes(model, "position_ids")
 
     def forward(ids, mask, positions):
-        extra = {"position_ids": positions} if takes(model, "position_ids") else {}
-        masked = padded and (ids.shape[1] > 1 or cache_name == "past_key_values")  # Mamba's state has no columns
-        return model(input_ids=ids, attention_mask=mask if masked else None, use_cache=True, logits_to_keep=1,
+        extra = {"position_ids": positions} if has_positions else {}
+        return model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1,
                      **extra, **{cache_name: cache}).logits[:, -1].float()
 
-    logits = forward(prompt_ids[first:last], mask, (mask.cumsum(1) - 1).clamp(min=0))[rows]  # [n, V]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = forward(prompt_ids[first:last], mask if masked else None, positions)[rows]  # [n, V]
     cache.reorder_cache(rows)
     L = prompt_ids.shape[1]
     room = max_new_tokens + -(L + max_new_tokens) % 8  # CUDA's attention likes multiples of 8
@@ -1146,6 +1147,7 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
             cache.layers[i] = RoomyLayer(cache.layers[i], room)
     prompt_length = mask.sum(1)[rows]  # [n]
     mask = F.pad(mask, (0, room), value=1)[rows]  # [n, L+room]
+    masked = masked and cache_name == "past_key_values"  # Mamba's state has no columns
     graph = None
     look_every = 1 if device.type == "cpu" else 8  # to see which rows have ended, the CPU must wait for the GPU
 
@@ -1173,10 +1175,10 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
                 graph = None
         if graph is None or L + t >= graph.width:
             graph = None  # its memory goes before the next one is made
-            graph = capture_step(model, cache, mask, L + t)
-        position = prompt_length[alive] + t
-        logits = graph(chosen, position, L + t) if graph else forward(chosen[:, None], mask[:, :L + t + 1],
-                                                                      position[:, None])
+            graph = capture_step(model, forward, cache, mask, L + t)
+        ids, position = chosen[:, None], (prompt_length[alive] + t)[:, None]  # [m, 1]
+        seen = mask[:, :L + t + 1] if masked else None
+        logits = graph(ids, position, L + t) if graph else forward(ids, seen, position)
     return tokens
 
 
@@ -1231,8 +1233,8 @@ class GraphStep:
     full, or half of the rows have ended, `decode` captures another graph.
     """
 
-    def __init__(self, model, cache, mask, column: int):
-        self.model, self.cache = model, cache
+    def __init__(self, forward, cache, mask, column: int):
+        self.forward, self.cache = forward, cache
         self.width = min(mask.shape[1], max(LEAST_COLUMNS, -(-2 * (column + 1) // 64) * 64))
         self.mask, self.columns = mask[:, :self.width].bool(), torch.arange(self.width, device=mask.device)
         self.ids, self.position = torch.zeros(2, len(mask), 1, dtype=torch.long, device=mask.device)
@@ -1259,15 +1261,14 @@ class GraphStep:
         seen = self.mask & (self.columns <= self.column)  # [m, width]
         AttentionInterface.register("sdpa", one_token_attention)  # under that name, which models compare with (Falcon)
         try:
-            return self.model(input_ids=self.ids, attention_mask=seen[:, None, None], position_ids=self.position,
-                              past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+            return self.forward(self.ids, seen[:, None, None], self.position)
         finally:
             AttentionInterface.register("sdpa", sdpa_attention_forward)
 
-    def __call__(self, chosen, position, column: int):
-        """Tokens [m] at their positions [m], into this column of the cache -> logits [m, V], until the next call."""
-        self.ids.copy_(chosen[:, None])
-        self.position.copy_(position[:, None])
+    def __call__(self, ids, position, column: int):
+        """Tokens and their positions [m, 1], into this column of the cache -> logits [m, V], until the next call."""
+        self.ids.copy_(ids)
+        self.position.copy_(position)
         self.column.fill_(column)
         for layer in self.cache.layers:
             layer.length = column + 1
@@ -1298,10 +1299,10 @@ def can_use_graph(model, cache) -> bool:
             and all(isinstance(layer, RoomyLayer) for layer in cache.layers) and takes(model, "position_ids"))
 
 
-def capture_step(model, cache, mask, column: int) -> GraphStep | None:
+def capture_step(model, forward, cache, mask, column: int) -> GraphStep | None:
     """None, with one warning, if the model does something that a graph cannot hold: then steps run without one."""
     try:
-        return GraphStep(model, cache, mask, column) if can_use_graph(model, cache) else None
+        return GraphStep(forward, cache, mask, column) if can_use_graph(model, cache) else None
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError) as error:  # ValueError: ALiBi made from a mask of two dimensions
