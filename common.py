@@ -1033,13 +1033,13 @@ def join_drawn(drawn, pad_id: int):
 @contextlib.contextmanager
 def evaluating(model):
     """All modules in evaluation mode: gradient checkpointing would switch the KV cache off."""
-    modes = [(module, module.training) for module in model.modules()]
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module in training:
+            module.training = True
 
 
 @torch.no_grad()
@@ -1595,7 +1595,7 @@ def token_values(model, input_ids, attention_mask, T: int):
     """
     def compute(model, input_ids, attention_mask):
         cells, before = completion_tokens(attention_mask, T)
-        values = scores_at(model, input_ids, attention_mask, cells[0], before)[:, 0]
+        values = scores_at(model, input_ids, attention_mask, cells[0], before)
         return (torch.zeros(len(input_ids), T, device=values.device).index_put(cells, values),)
     return once_each(compute, model, input_ids, attention_mask)[0]
 
@@ -1608,12 +1608,12 @@ def sequence_scores(model, input_ids, attention_mask):
     def compute(model, input_ids, attention_mask):
         row = torch.arange(len(input_ids), device=input_ids.device)
         return (scores_at(model, input_ids, attention_mask, row, attention_mask.sum(1) - 1),)
-    return once_each(compute, model, input_ids, attention_mask)[0][:, 0]
+    return once_each(compute, model, input_ids, attention_mask)[0]
 
 
 def scores_at(model, *where):
-    """The head's scores [n, 1] of `hidden_states(model, *where)`, in float32: bfloat16 would tie close ones."""
-    return F.linear(hidden_states(model, *where).float(), *(p.float() for p in model.score.parameters()))
+    """The head's scores [n] of `hidden_states(model, *where)`, in float32: bfloat16 would tie close ones."""
+    return F.linear(hidden_states(model, *where).float(), *(p.float() for p in model.score.parameters()))[:, 0]
 
 
 @torch.no_grad()
