@@ -1098,18 +1098,18 @@ def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: in
     def size(name):  # None where the architecture has no such thing (Mamba), or it differs by layer (Gemma 4)
         with contextlib.suppress(AttributeError, RuntimeError):
             return getattr(config, name)
-    heads = size("num_key_value_heads") or size("num_attention_heads") or 1
-    head_dim = size("head_dim") or config.hidden_size // (size("num_attention_heads") or 1)
+    heads = size("num_attention_heads") or 1
+    cache_width = (size("num_key_value_heads") or heads) * (size("head_dim") or config.hidden_size // heads)
     if model.device.type == "cuda":  # what the allocator has reserved and does not use is free too
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         element = 2
     else:
         free, element = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4, 4  # a quarter of all there is
     # in numbers, not bytes, for each row; a prompt is read once for its whole group
-    cache = 2 * config.num_hidden_layers * heads * head_dim * (prompt_length + max_new_tokens)
+    cache = 2 * config.num_hidden_layers * cache_width * (prompt_length + max_new_tokens)
     width = np.max(size("intermediate_size") or 4 * config.hidden_size)  # Gemma 3n has a list
     # the mask; with eager attention (Gemma 2) the scores of all heads, before, in and after the softmax
-    attention = 3 * (size("num_attention_heads") or 1) if model.config._attn_implementation == "eager" else 1
+    attention = 3 * heads if model.config._attn_implementation == "eager" else 1
     activations = (3 * width + attention * prompt_length) * prompt_length / group_size
     logits = (2 + 4 * 4) * config.vocab_size  # bytes: bfloat16, then float32 four times
     return max(1, int(free / 2 / ((cache + activations) * element + logits)))
