@@ -1926,7 +1926,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\s+", " "),
     (r"^(?!.*(?<!arc)(?:sin|cos|tan|cot|sec|csc)).*", lambda text: text[0].replace("\\degree ", "")),
     (r"(?<=\d) ?\^? ?(?:\{ ?(?:st|nd|rd|th) ?\}|(?:st|nd|rd|th)\b)", " "),  # 12^{th}
-    (r"(?i)(?<=[\d}]) ?(hundred|thousand|(?:m|b|tr)illion)s?\b", lambda word: f"*10^{_ZEROS[word[1].lower()]}"),
+    (r"(?ai)(?<=[\d}]) ?(hundred|thousand|(?:m|b|tr)illion)s?\b", lambda word: f"*10^{_ZEROS[word[1].lower()]}"),
     (r"\b(square|cubic) (\w+)", lambda unit: unit[2] + ("^2" if unit[1] == "square" else "^3")),
     (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),  # 1, 2, and 3; and 14{,}916
     (r"^ ?[(\[][A-E][)\]] +(?=[^\s,])(?!.*[(\[][A-E][)\]])", ""),  # (B) 12 is 12, but (A) and (C) are two letters
