@@ -657,21 +657,20 @@ def read_rows(data: str, split: str) -> list[tuple[dict, str]]:
     if is_built_in(data):
         rows = arithmetic_rows(arithmetic_digits(data), split)
     elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.isfile(data):
-        return read_json_lines(Path(data))
+        return read_json_lines(data)
     else:
-        with one_line_errors(f"{data}: no such file; for a dataset (a hub id or a directory), pip install datasets"):
-            import datasets
         name, config, own_split = (data.split(":") + [None, None])[:3]
-        with one_line_errors(f"{data}: cannot load that dataset"):
+        with one_line_errors(f"{data}: no such file, and no dataset that loads; datasets need pip install datasets"):
+            import datasets
             rows = list(datasets.load_dataset(name, config, split=own_split or ("test" if split == "eval" else split)))
     return [(row, f"{data} row {i}") for i, row in enumerate(rows, 1)]
 
 
-def read_json_lines(path: Path) -> list[tuple[dict, str]]:
+def read_json_lines(path: str) -> list[tuple[dict, str]]:
     """One JSON object a line, gzipped or not. Empty lines are skipped; a broken one is named."""
     rows, number = [], 0
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as lines:
+        with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     row, place = json.loads(line), f"{path} line {number}"
@@ -679,11 +678,11 @@ def read_json_lines(path: Path) -> list[tuple[dict, str]]:
                         raise UserError(f"{place}: want a JSON object, not {type(row).__name__}")
                     rows.append((row, place))
     except json.JSONDecodeError as error:
-        raise UserError(f"{path} line {number}: not JSON ({error.msg} at column {error.colno}); want one object a line"
-                        ) from None
+        reason = f"not JSON, one object a line ({error.msg} at column {error.colno})"
+        raise UserError(f"{path} line {number}: {reason}") from None
     except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path}{f' after line {number}' if number else ''}: {reason}") from None
+        place = f"{path} after line {number}" if number else path
+        raise UserError(f"{place}: {getattr(error, 'strerror', None) or error}") from None
     if not rows:
         raise UserError(f"{path}: no rows")
     return rows
