@@ -843,24 +843,15 @@ class Preference:
                            [self.answer_ids[i], self.answer_ids[j]], [1.0, 0.0], self.margin) for i, j in self.pairs]
 
 
-def split_dialogue(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Two whole dialogues -> (prompt, chosen, rejected): the prompt is what they share, up to the last assistant turn.
+def split_dialogue(*dialogues: str) -> tuple[str, ...]:
+    """Whole dialogues -> (prompt, *answers): the prompt is what they share, up to the last assistant turn.
 
     "\\n\\nHuman: hi\\n\\nAssistant: hello" and "… Assistant: go away" share "\\n\\nHuman: hi\\n\\nAssistant:".
     """
-    shared = re.match(".*[Aa]ssistant:", os.path.commonprefix([chosen, rejected]), re.S)
+    shared = re.match(".*[Aa]ssistant:", os.path.commonprefix(dialogues), re.S)
     if not shared:
-        raise ValueError("without a prompt, chosen and rejected must be dialogues that share a turn up to 'Assistant:'")
-    return shared[0], chosen[shared.end():], rejected[shared.end():]
-
-
-def answer_text(answer) -> str:
-    """A string, or the chat messages of one assistant turn."""
-    if isinstance(answer, list) and answer and isinstance(answer[-1], dict):
-        answer = answer[-1].get("content")
-    if not isinstance(answer, str):
-        raise ValueError(f"an answer must be a string or chat messages, not {type(answer).__name__}")
-    return answer
+        raise ValueError("no prompt, and the answers are not dialogues that share a turn up to 'Assistant:'")
+    return shared[0], *(dialogue[shared.end():] for dialogue in dialogues)
 
 
 def read_preferences(data: str, split: str = "train") -> list[Preference]:
@@ -876,7 +867,7 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
             preferences.append(read_preference(row))
         except KeyError as missing:
             raise UserError(f"{place}: no {missing.args[0]}; want prompt, chosen and rejected, or responses") from None
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise UserError(f"{place}: {error}") from None
     kept = [preference for preference in preferences if preference]
     if not kept:
@@ -887,19 +878,18 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
 
 
 def read_preference(row: dict) -> Preference | None:
-    """One row; None if it prefers nothing. A malformed one raises KeyError, ValueError or TypeError."""
+    """One row; None if it prefers nothing. A malformed one raises KeyError or ValueError."""
     prompt = row_prompt(row)
     answers = row["responses"] if "responses" in row else [row["chosen"], row["rejected"]]
     if not isinstance(answers, list) or len(answers) < 2:
         raise ValueError("responses must be a list of at least two answers, best first")
+    if not all(map(is_prompt, answers)):
+        raise ValueError("an answer must be a string or chat messages")
     if prompt is None and all(isinstance(answer, list) for answer in answers):
-        prompts = [answer[:-1] for answer in answers]
-        if not all(map(is_prompt, prompts)) or len({str([(m["role"], m["content"]) for m in p]) for p in prompts}) > 1:
+        prompt = answers[0][:-1]
+        if any(answer[:-1] != prompt for answer in answers):
             raise ValueError("want a prompt that the conversations share: all but their last turns")
-        prompt = prompts[0]
-    answers = [answer_text(answer) for answer in answers]
-    if prompt is None and len(answers) > 2:
-        raise KeyError("prompt")
+    answers = [answer if isinstance(answer, str) else answer[-1]["content"] for answer in answers]
     if prompt is None:
         prompt, *answers = split_dialogue(*answers)
     if not is_prompt(prompt):
@@ -910,8 +900,8 @@ def read_preference(row: dict) -> Preference | None:
     if not isinstance(scores, list) or len(scores) != len(answers) or not all(map(is_number, scores)):
         raise ValueError("scores must be as many numbers as there are responses")
     best = {}  # of equal answers the first counts
-    for i in sorted(range(len(answers)), key=lambda i: -scores[i]):
-        best.setdefault(answers[i], float(scores[i]))
+    for answer, score in sorted(zip(answers, scores), key=lambda pair: -pair[1]):
+        best.setdefault(answer, float(score))
     if row.get("tie") or margin == 0 or len(set(best.values())) == 1:
         return None
     return Preference(prompt, [], list(best), [], list(best.values()), float(margin or 0))
