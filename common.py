@@ -929,9 +929,6 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
     return kept
 
 
-PROBLEMS_TO_RANK, SAMPLES_TO_RANK = 8000, 4
-
-
 def build_tiny_preferences(data: str, split: str) -> Path:
     """The built-in rankings, kept beside the tiny model: its own samples, the right ones before the wrong ones.
 
@@ -940,30 +937,26 @@ def build_tiny_preferences(data: str, split: str) -> Path:
     """
     tiny = build_tiny_model(data)
     recipe = [inspect.getsource(part) for part in (build_tiny_preferences, sample, decode, pick_tokens)]
-    recipe += [PROBLEMS_TO_RANK, SAMPLES_TO_RANK]
-    directory = Path(f"{tiny}-ranked-{split}-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:6]}")
-
-    if on_all_ranks(directory.exists()):
-        return directory / "ranked.jsonl"
+    path = Path(f"{tiny}-ranked-{split}-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:6]}", "ranked.jsonl")
+    if on_all_ranks(path.exists()):
+        return path
     tokenizer, model = load_tokenizer(tiny), AutoModelForCausalLM.from_pretrained(tiny)
-    problems, rows = read_problems(data, split)[:PROBLEMS_TO_RANK], []
+    problems, completions, lines = read_problems(data, split)[:8000], [], []
     say(f"sampling answers to {len(problems)} problems from the tiny model (once)")
     prompts = [problem.prompt for problem in problems]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        completions = []
         for first in range(0, len(prompts), 1000):  # all at once would take 3 GB
-            completions += sample(model, tokenizer, prompts[first:first + 1000], SAMPLES_TO_RANK, 60).completions
-    for p, problem in enumerate(problems):
-        texts = completions[p * SAMPLES_TO_RANK:(p + 1) * SAMPLES_TO_RANK]
+            completions += sample(model, tokenizer, prompts[first:first + 1000], 4, 60).completions
+    for problem, texts in zip(problems, np.reshape(completions, (-1, 4)).tolist()):
         scores = {text: float(is_equivalent(extract_answer(text), problem.answer)) for text in texts}
         if len(set(scores.values())) == 2:
-            rows.append({"prompt": problem.prompt, "responses": sorted(scores, key=scores.get, reverse=True),
-                         "scores": sorted(scores.values(), reverse=True), "answer": problem.answer})
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    on_main_rank_first(lambda: write_directory(directory, lambda folder: (folder / "ranked.jsonl").write_text(lines),
-                                               replace=False))
-    return directory / "ranked.jsonl"
+            ranked = sorted(scores, key=scores.get, reverse=True)
+            lines.append(json.dumps({"prompt": problem.prompt, "responses": ranked,
+                                     "scores": [scores[text] for text in ranked], "answer": problem.answer}) + "\n")
+    on_main_rank_first(lambda: write_directory(
+        path.parent, lambda folder: (folder / path.name).write_text("".join(lines)), replace=False))
+    return path
 
 
 Batch = collections.namedtuple("Batch", "input_ids attention_mask mask")  # what `micro_batches` deals: see Rollout
