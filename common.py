@@ -930,7 +930,7 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
 
 
 def build_tiny_preferences(data: str, split: str) -> Path:
-    """The built-in rankings, kept beside the tiny model: its own samples, the right ones before the wrong ones.
+    """The built-in rankings, kept beside the tiny model: four of its samples a problem, right ones first.
 
     The verifier stands for the human or the language model who would judge. Problems whose samples are all right or
     all wrong give no row.
@@ -1679,32 +1679,35 @@ def micro_batches(batch, blocks: list, max_tokens: int):
 def load_reward(cfg, wrong: float = 0.0):
     """--reward -> score(problems, rollout) = (rewards [P, G] float32, correct [P, G] bool), the same on every rank.
 
-    verifier: 1 where the last answer equals the gold one, else `wrong` ≤ 0. FILE.py:FUNCTION: whatever
-    FUNCTION(prompt, completion, row) returns; it counts as correct where it is above 0. --format_reward adds its
-    weight times `format_reward`. Each completion is judged once, by the rank that has it in its share, and the random
-    numbers that FUNCTION may draw are seeded for it.
-    REWARD_MODEL_DIR: see `load_reward_model`.
+    verifier            1 where the last answer equals the gold one, else `wrong` ≤ 0
+    FILE.py:FUNCTION    whatever FUNCTION(prompt, completion, row) returns; correct where it is above 0
+    DIRECTORY           the score of that reward model; correct by the verifier, without an answer where it is above 0
+
+    --format_reward adds its weight times `format_reward`. Each completion is judged once, by the rank that has it in
+    its share, and the random numbers that FUNCTION may draw are seeded for it.
     """
-    if is_reward_model(cfg.reward):
-        return load_reward_model(cfg)
+    model_scores = load_reward_model(cfg) if is_reward_model(cfg.reward) else None
 
     def verify(problem, completion):
         return 1.0 if is_equivalent(extract_answer(completion), problem.answer) else wrong
-    judge = verify if cfg.reward == "verifier" else load_reward_function(cfg.reward)
+    judge = verify if model_scores or cfg.reward == "verifier" else load_reward_function(cfg.reward)
 
     def score(problems: list[Problem], rollout: Rollout):
         G, judged, failed = len(rollout.completions) // len(problems), [], []
+        rows = [problem for problem in problems for _ in range(G)]  # [N]
+        scores = model_scores(rows, rollout).tolist() if model_scores else None
         with torch.random.fork_rng(devices=[]):
             seed = int(torch.randint(2 ** 31, ()))
             try:
-                for i in my_share(len(rollout.completions)):
-                    problem, completion = problems[i // G], rollout.completions[i]
+                for i in my_share(len(rows)):
+                    problem, completion = rows[i], rollout.completions[i]
                     if judge is not verify:  # a function may draw numbers: the same ones for a row on any rank
                         for set_seed in (random.seed, np.random.seed, torch.default_generator.manual_seed):
                             set_seed(seed + i)
-                    reward = judge(problem, completion)
+                    verdict = scores[i] if scores and problem.answer is None else judge(problem, completion)
+                    reward = scores[i] if scores else verdict
                     bonus = cfg.format_reward * format_reward(problem.opening + completion)
-                    judged.append((reward + bonus, reward > 0))
+                    judged.append((reward + bonus, verdict > 0))
             except UserError as error:
                 failed.append(error)
         for error in gather_in_order(failed):  # raised alone, it would leave the other ranks waiting
@@ -1720,11 +1723,9 @@ def is_reward_model(reward: str) -> bool:
 
 
 def load_reward_model(cfg):
-    """--reward DIRECTORY -> score, as `load_reward` returns it: the model's score minus its config's `reward_shift`,
-    plus what --format_reward adds.
+    """--reward DIRECTORY -> scores(problems [N], rollout) [N]: the model's, minus its config's `reward_shift`.
 
-    A completion counts as correct by the verifier where its row has an answer, else where that score is above 0. A
-    model with the policy's vocabulary reads the tokens as they were sampled; another one reads the decoded text, in
+    A model with the policy's vocabulary reads the tokens as they were sampled; another one reads the decoded text, in
     its own tokens and its own chat template, and with its own EOS where the completion ended.
     """
     device = setup_device()
@@ -1736,23 +1737,16 @@ def load_reward_model(cfg):
         raise UserError(str(error).replace("--model", "--reward", 1)) from error
     if model.config.num_labels != 1:
         raise UserError(f"--reward {cfg.reward}: want a sequence classifier with one label, as reward_model.py saves")
-    shift = getattr(model.config, "reward_shift", 0.0)
     tokenizer = load_tokenizer(model_name(cfg), cfg.trust_remote_code)
     same_tokens = tokenizer.get_vocab() == own.get_vocab()
 
-    def score(problems: list[Problem], rollout: Rollout):
-        shape = (len(problems), len(rollout.completions) // len(problems))
-        rows_of = [problem for problem in problems for _ in range(shape[1])]  # [N]
-        batch = rollout if same_tokens else retokenize(rows_of, rollout, own, cfg.system_prompt)
+    def scores(problems: list[Problem], rollout: Rollout) -> torch.Tensor:
+        batch = rollout if same_tokens else retokenize(problems, rollout, own, cfg.system_prompt)
         if (longest := int(batch.attention_mask.sum(1).max())) > (context := context_length(model)):
             raise UserError(f"--reward {cfg.reward}: its context is {context} tokens, a sequence has {longest}")
-        rewards = all_scores(model, batch, range(len(rows_of)), cfg.micro_batch_tokens) - shift  # [N]
-        judged = [(cfg.format_reward * format_reward(problem.opening + text),
-                   reward > 0 if problem.answer is None else is_equivalent(extract_answer(text), problem.answer))
-                  for problem, text, reward in zip(rows_of, rollout.completions, rewards.tolist())]
-        bonus, correct = torch.tensor(list(zip(*judged)), device=device)  # [N] each
-        return (rewards + bonus).view(shape), correct.bool().view(shape)
-    return score
+        rewards = all_scores(model, batch, range(len(problems)), cfg.micro_batch_tokens)
+        return rewards - getattr(model.config, "reward_shift", 0.0)
+    return scores
 
 
 def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prompt: str) -> Batch:
