@@ -696,11 +696,10 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
     """
     problems = []
     for row, place in read_rows(data, split):
-        prompt = row_prompt(row)
+        prompt, verl = row_prompt(row), row.get("reward_model")
         if not is_prompt(prompt):
             raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem")
-        verl = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
-        found = row.get("answer"), row.get("solution"), verl.get("ground_truth")
+        found = row.get("answer"), row.get("solution"), verl.get("ground_truth") if isinstance(verl, dict) else None
         answer = next((one for one in found if one not in (None, "")), None)
         if type(answer) in (str, int, float):  # a bool is none of them
             answer = extract_answer(answer) or str(answer)
@@ -843,17 +842,6 @@ class Preference:
                            [self.answer_ids[i], self.answer_ids[j]], [1.0, 0.0], self.margin) for i, j in self.pairs]
 
 
-def split_dialogue(*dialogues: str) -> tuple[str, ...]:
-    """Whole dialogues -> (prompt, *answers): the prompt is what they share, up to the last assistant turn.
-
-    "\\n\\nHuman: hi\\n\\nAssistant: hello" and "… Assistant: go away" share "\\n\\nHuman: hi\\n\\nAssistant:".
-    """
-    shared = re.match(".*[Aa]ssistant:", os.path.commonprefix(dialogues), re.S)
-    if not shared:
-        raise ValueError("no prompt, and the answers are not dialogues that share a turn up to 'Assistant:'")
-    return shared[0], *(dialogue[shared.end():] for dialogue in dialogues)
-
-
 def read_preferences(data: str, split: str = "train") -> list[Preference]:
     """Rows `prompt`, `chosen`, `rejected`; or whole dialogues without `prompt`; or `prompt`, `responses` (best first).
 
@@ -890,8 +878,11 @@ def read_preference(row: dict) -> Preference | None:
         if any(answer[:-1] != prompt for answer in answers):
             raise ValueError("want a prompt that the conversations share: all but their last turns")
     answers = [answer if isinstance(answer, str) else answer[-1]["content"] for answer in answers]
-    if prompt is None:
-        prompt, *answers = split_dialogue(*answers)
+    if prompt is None:  # "Human: hi Assistant: hello", "Human: hi Assistant: go away": "Human: hi Assistant:"
+        shared = re.match(".*[Aa]ssistant:", os.path.commonprefix(answers), re.S)
+        if not shared:
+            raise ValueError("no prompt, and the answers are not dialogues that share a turn up to 'Assistant:'")
+        prompt, answers = shared[0], [answer[shared.end():] for answer in answers]
     if not is_prompt(prompt):
         raise ValueError("want a prompt (string or chat messages)")
     margin, scores = row.get("margin"), row.get("scores", list(range(len(answers), 0, -1)))
@@ -1737,8 +1728,7 @@ def load_reward_model(cfg):
         raise UserError(str(error).replace("--model", "--reward", 1)) from error
     if model.config.num_labels != 1:
         raise UserError(f"--reward {cfg.reward}: want a sequence classifier with one label, as reward_model.py saves")
-    tokenizer = load_tokenizer(model_name(cfg), cfg.trust_remote_code)
-    same_tokens = tokenizer.get_vocab() == own.get_vocab()
+    same_tokens = own.get_vocab() == load_tokenizer(model_name(cfg), cfg.trust_remote_code).get_vocab()
 
     def scores(problems: list[Problem], rollout: Rollout) -> torch.Tensor:
         batch = rollout if same_tokens else retokenize(problems, rollout, own, cfg.system_prompt)

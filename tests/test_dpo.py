@@ -181,9 +181,10 @@ def test_the_evaluation_asks_as_the_training_data_does(flags, system, tmp_path, 
 
 def test_dialogues_are_split_at_the_last_shared_assistant_turn():
     start = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: a joke?\n\nAssistant:"
-    assert common.split_dialogue(start + " A man walks", start + " A man sits") == (start, " A man walks", " A man sits")
+    read = common.read_preference({"chosen": start + " A man walks", "rejected": start + " A man sits"})
+    assert (read.prompt, *read.answers) == (start, " A man walks", " A man sits")
     with pytest.raises(ValueError):
-        common.split_dialogue("yes", "no")
+        common.read_preference({"chosen": "yes", "rejected": "no"})
 
 
 def test_every_form_of_preference_row(tmp_path, capsys):
