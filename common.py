@@ -1719,10 +1719,9 @@ def load_reward_model(cfg):
     A model with the policy's vocabulary reads the tokens as they were sampled; another one reads the decoded text, in
     its own tokens and its own chat template, and with its own EOS where the completion ended.
     """
-    device = setup_device()
     try:
         own = load_tokenizer(cfg.reward, cfg.trust_remote_code)
-        model = load_model(cfg.reward, device, trainable=False, cls=AutoModelForSequenceClassification,
+        model = load_model(cfg.reward, setup_device(), trainable=False, cls=AutoModelForSequenceClassification,
                            trust_remote_code=cfg.trust_remote_code)
     except UserError as error:
         raise UserError(str(error).replace("--model", "--reward", 1)) from error
@@ -1744,12 +1743,11 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
 
     The prompt's last token counts as the completion's first, so that no completion is empty.
     """
-    prompts, completions = [], []
-    for problem, text, finished in zip(problems, rollout.completions, rollout.finished.tolist()):
-        ids = encode(tokenizer, *render_prompt(row_prompt(problem.row), tokenizer, system_prompt))
-        prompts.append(ids[:-1])
-        completions.append(ids[-1:] + tokenizer(text, add_special_tokens=False)["input_ids"]
-                           + [tokenizer.eos_token_id] * finished)
+    prompts = [encode(tokenizer, *render_prompt(row_prompt(p.row), tokenizer, system_prompt)) for p in problems]
+    texts = tokenizer(rollout.completions, add_special_tokens=False)["input_ids"]
+    completions = [prompt[-1:] + text + [tokenizer.eos_token_id] * finished
+                   for prompt, text, finished in zip(prompts, texts, rollout.finished.tolist())]
+    prompts = [prompt[:-1] for prompt in prompts]
     return Batch(*collate(prompts, completions, tokenizer.pad_token_id, rollout.mask.device))
 
 
