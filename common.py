@@ -868,7 +868,7 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
 def read_preference(row: dict) -> Preference | None:
     """One row; None if it prefers nothing. A malformed one raises KeyError or ValueError."""
     prompt = row_prompt(row)
-    answers = row["responses"] if "responses" in row else [row["chosen"], row["rejected"]]
+    answers = [row["chosen"], row["rejected"]] if row.get("responses") is None else row["responses"]
     if not isinstance(answers, list) or len(answers) < 2:
         raise ValueError("responses must be a list of at least two answers, best first")
     if not all(map(is_prompt, answers)):
@@ -885,7 +885,9 @@ def read_preference(row: dict) -> Preference | None:
         prompt, answers = shared[0], [answer[shared.end():] for answer in answers]
     if not is_prompt(prompt):
         raise ValueError("want a prompt (string or chat messages)")
-    margin, scores = row.get("margin"), row.get("scores", list(range(len(answers), 0, -1)))
+    margin, scores = row.get("margin"), row.get("scores")
+    if scores is None:
+        scores = list(range(len(answers), 0, -1))
     if margin is not None and not is_number(margin):
         raise ValueError(f"margin must be a number, not {margin!r:.40}")
     if not isinstance(scores, list) or len(scores) != len(answers) or not all(map(is_number, scores)):

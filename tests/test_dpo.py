@@ -189,7 +189,8 @@ def test_dialogues_are_split_at_the_last_shared_assistant_turn():
 
 def test_every_form_of_preference_row(tmp_path, capsys):
     turn = {"role": "user", "content": "hi"}
-    rows = [{"prompt": "p", "chosen": "a", "rejected": "b", "margin": 2}, {"prompt": "p", "responses": ["a", "b", "a", "c"]},
+    rows = [{"prompt": "p", "chosen": "a", "rejected": "b", "margin": 2, "responses": None},
+            {"prompt": "p", "responses": ["a", "b", "a", "c"], "scores": None},
             {"prompt": [turn], "chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"},
             {"chosen": [turn, {"role": "assistant", "content": "a"}], "rejected": [turn, {"role": "assistant", "content": "b"}]},
             {"chosen": "Human: x Assistant: a", "rejected": "Human: x Assistant: b"},

@@ -116,7 +116,11 @@ SAME = [
     ("-2^2", "-4"), ("(-8)^{2/3}", "4"), ("2^3\\frac12", "4"), ("\\ln e", "1"), ("\\arcsin 1", "\\frac{\\pi}{2}"),
     ("\\arccos 1", "0"), ("\\arctan 1", "\\frac{\\pi}{4}"), ("\\sec x", "\\frac{1}{\\cos x}"),
     ("\\csc x", "\\frac1{\\sin x}"), ("\\cot x", "\\frac{\\cos x}{\\sin x}"), ("\\tanh x", "\\frac{\\sinh x}{\\cosh x}"),
-    ("1\\pm2\\mp3", "0,2"), ("x = y + 1 = 5", "5"), ("(1,2)", "1,2"), ("(E) 5", "5")]
+    ("1\\pm2\\mp3", "0,2"), ("x = y + 1 = 5", "5"), ("(1,2)", "1,2"), ("(E) 5", "5"),
+    # relations in brackets, factorials of letters, short and long units, characters that stand for several
+    ("\\{x=2\\}", "x=2"), ("(x = 5)", "5"), ("S = \\{1,2\\}", "1,2"), ("\\sum_{k=1}^{n} k", "x = \\sum_{k=1}^{n} k"),
+    ("\\binom{n+1}{2}", "\\frac{n(n+1)}{2}"), ("\\frac{(n+1)!}{n!}", "n+1"), ("y = \\tan 45^\\circ", "1"),
+    ("5 lbs", "5 pounds"), ("60 mph", "60 miles/hour"), ("5 m/s", "5 meters per second"), ("⅛", "1/8"), ("10²³", "10^{23}")]
 
 
 @pytest.mark.parametrize("a, b", SAME)
@@ -154,6 +158,7 @@ def test_the_same_answer_written_another_way(a, b):
     ("x=5", "x+2=7.5"), ("2x=10", "10"), ("\\infty", "5"), ("(2,\\infty)", "(2,5)"), ("2xy", "2"), ("2 x", "2"),
     ("A", "B"), ("Tuesday", "Monday"), ("3:30", "3:31"), ("1010_2", "1010_3"), ("", "5"), (None, "5"),
     ("(-1)^a", "(-1)^f"), ("(-1)^F", "1"), ("(-3)^{-1}", "-0.33333333333333333"),
+    ("15 mm^2", "15 m^2"), ("3 kg-m", "3 kg-cm"), ("5 m^2", "5 m^{-2}"),
     ("9**9**9", "1"), ("__import__('os').system('true')", "0"), ("1/0", "1/0 + 1")])
 def test_another_answer(a, b):
     assert not is_equivalent(a, b) and not is_equivalent(b, a)
@@ -170,7 +175,8 @@ HOSTILE = [
     "**Answer:**" + " " * 19_990, "# Answer:" + "\t" * 19_990, "# Answer\n" + " \n" * 9_990, "**" * 9_990,
     "Answer" + "*" * 19_000, "\\vec{" * 80, "=" * 200 + "≈" * 200, "1" * 200 + "≈" * 200, "\\pi" * 100 + "≈" * 99,
     "²", "\\sqrt[0.0000000001]{9}", "\u2028" + "\\box{" * 3300 + "}" * 3300,
-    "1." + "9" * 150 + "\\overline{" + "9" * 150 + "}", "\\ " * 190, "0^{-1}", "\\log_1 5", "i^i^i", "[]", "[[]]"]
+    "1." + "9" * 150 + "\\overline{" + "9" * 150 + "}", "\\ " * 190, "0^{-1}", "\\log_1 5", "i^i^i", "[]", "[[]]",
+    "½" * 400, "5 mıllion", "5 MİLLİON"]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
