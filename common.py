@@ -2028,14 +2028,15 @@ _UNITS = {short + unit: long + name for short, long in (("", ""), ("k", "kilo"),
           for unit, name in (("m", "meter"), ("g", "gram"), ("l", "liter"))}
 _UNITS |= {"gm": "gram", "ft": "feet", "foot": "feet", "in": "inch", "yd": "yard", "lb": "pound", "oz": "ounce",
            "s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour", "yr": "year",
-           "mph": "mileperhour"}
+           "mph": "mileperhour", "pct": "percent"}
 
 
 def _same_value(a: str, b: str) -> bool:
     """Compare two numbers, formulas or texts, and their units where both have one."""
     (a, a_unit), (b, b_unit) = _split_unit(a), _split_unit(b)
     short, long = sorted((a_unit, b_unit), key=len)
-    if short and not re.fullmatch(re.escape(short) + "[a-z]*", long):  # apples left are apples; cm2 is not cm
+    # apples left are apples; but cm2 is not cm, nor m/s m
+    if short and not re.fullmatch(re.escape(short) + "(?!per)[a-z]*", long):
         return False
     if re.fullmatch("[A-Z ]{2,}", a) and re.fullmatch("[A-Z ]{2,}", b):  # capitals are no product: ABC is not CAB
         return False
