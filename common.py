@@ -1449,6 +1449,7 @@ def head_logits(config, hidden, weight, bias=None):
 
 
 def completion_logprobs(model, input_ids, attention_mask, T, temperature, sliced: bool):
+    """`token_logprobs` of rows [B, L+T], by slices of the vocabulary or from the model's own logits [B, L+T, V]."""
     cells, before = completion_tokens(attention_mask, T)
     targets = input_ids[:, input_ids.shape[1] - T:][cells]
     if sliced:
@@ -1457,7 +1458,7 @@ def completion_logprobs(model, input_ids, attention_mask, T, temperature, sliced
         size -= size % min(size, 128)  # tensor cores want aligned rows
         head = model.get_output_embeddings().parameters()
         values = SlicedLogprobs.apply(model.config, targets, temperature, size, hidden, *head)
-    else:  # from the model's own logits: holds [B, L+T, V]
+    else:
         ids = shift_left(input_ids, attention_mask, int(attention_mask.sum(1).max()))  # as in hidden_states
         logits = cells_of(model(input_ids=ids, use_cache=False).logits, cells[0], before)  # [n, V]
         logp = (logits.float() / temperature).log_softmax(-1)
@@ -1674,7 +1675,7 @@ def load_reward(cfg, wrong: float = 0.0):
 
     verifier            1 where the last answer equals the gold one, else `wrong` ≤ 0
     FILE.py:FUNCTION    whatever FUNCTION(prompt, completion, row) returns; correct where it is above 0
-    DIRECTORY           the score of that reward model; correct by the verifier, without an answer where it is above 0
+    DIRECTORY           the score of that reward model; correct by the verifier, or above 0 if the row has no answer
 
     --format_reward adds its weight times `format_reward`. Each completion is judged once, by the rank that has it in
     its share, and the random numbers that FUNCTION may draw are seeded for it.
@@ -1786,9 +1787,9 @@ def load_reward_function(spec: str):
 # --------------------------------------------------------------------------------------------------- verifiers
 #
 # From a completion to a verdict: `extract_answer` finds the answer, `_clean` brings both answers to one notation,
-# `_same` takes relations, lists, tuples and intervals apart, `_same_value` compares the parts, with the help of
-# `_values` where they are formulas. Model text is data: it is read by a small recursive-descent evaluator, never run.
-# Everything is bounded (length, nesting, size of numbers, length of lists): no text takes long, and nothing raises.
+# `_parts` takes relations, lists, tuples and intervals apart, `_same` compares these and `_same_value` single values,
+# by `_values` where they are formulas. Model text is data: a small recursive-descent evaluator reads it; none runs.
+# Everything is bounded (length, size of numbers, length of lists): no text takes long, and nothing raises.
 
 LONGEST_COMPLETION, LONGEST_ANSWER, LONGEST_LIST, DEEPEST, MOST_BITS = 20_000, 400, 20, 30, 8_000
 
@@ -2107,8 +2108,8 @@ _TOKEN = re.compile(rf"""
 
 @functools.lru_cache(4096)
 def _values(text: str) -> list:
-    """A formula's values at three points, at each of which a letter stands for a fixed number. Raises any of the
-    errors in `_same` where the text is none.
+    """A formula's values at three points, at each of which a letter stands for a fixed number. Where the text is no
+    formula, it raises one of the errors that `_same` catches.
     """
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
     tokens, values = [], []  # a stack, so the text is in it from right to left; ";" at the bottom is its end
@@ -2315,13 +2316,12 @@ class Run:
         trained: name=(model, optimizer, schedule) for each model that trains. `data.position` is saved with them.
         """
         self.data, self.trained = data, trained
+        if self.cfg.resume:
+            self.load_checkpoint()
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
-            if self.cfg.resume:
-                self.load_checkpoint()
-                on_main_rank_first(self.drop_later_lines)
-            else:
-                on_main_rank_first(self.make_directory)
-                self.save_checkpoint()
+            on_main_rank_first(self.drop_later_lines if self.cfg.resume else self.make_directory)
+        if not self.cfg.resume:
+            self.save_checkpoint()
         if rank() == 0:
             try:
                 self.log = self.open_logger() if self.cfg.log_to != "none" else None

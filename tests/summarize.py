@@ -1,9 +1,10 @@
-"""A table of finished runs: python tests/summarize.py [--tokens N] [--plot FILE.svg [--metric accuracy]] DIR …
+"""A table of finished runs: python tests/summarize.py [--minus NAME | --each] [--tokens N] [--plot FILE.svg] DIR …
 
 DIR is NAME-SEED, and every cell the mean ± standard error over the seeds of a name: of greedy held-out accuracy before
 and after, of seconds and sampled tokens over all steps, of the rest over the last ten. "spread": the standard deviation
 over seeds of the sampled accuracy, averaged over the steps. --tokens N cuts each run where it has sampled N tokens.
---plot draws a metric against the sampled tokens, a line with its standard error for each name (pip install matplotlib).
+--minus NAME: the differences from NAME's runs, seed by seed; --each: a row for every run. --plot draws --metric against
+the sampled tokens, a line with its standard error for each name (pip install matplotlib).
 """
 import argparse
 import json
@@ -80,13 +81,25 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, default=float("inf"))
     parser.add_argument("--plot", default="")
     parser.add_argument("--metric", default="accuracy")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--minus", default="")
+    form.add_argument("--each", action="store_true")
     parser.add_argument("directories", type=Path, nargs="+")
-    args, runs = parser.parse_args(), defaultdict(list)
+    args, runs, seeds_of = parser.parse_args(), defaultdict(list), defaultdict(list)
     for directory in args.directories:
-        runs[directory.name.rpartition("-")[0]].append(read(directory, args.tokens))
+        name, _, seed = directory.name.rpartition("-")
+        name = directory.name if args.each else name
+        runs[name].append(read(directory, args.tokens))
+        seeds_of[name].append(seed)
     if args.plot:
         plot(runs, args.metric, args.plot)
     rows_of = {name: [summary(metrics) for metrics in seeds] for name, seeds in runs.items()}
+    if args.minus:
+        if args.minus not in rows_of:
+            parser.error(f"--minus {args.minus}: no such runs, only {', '.join(rows_of)}")
+        base = dict(zip(seeds_of[args.minus], rows_of[args.minus]))
+        rows_of = {name: [{title: row[title] - base[seed][title] for title in row if title in base[seed]}
+                          for seed, row in zip(seeds_of[name], rows) if seed in base] for name, rows in rows_of.items()}
     titles = list(dict.fromkeys(title for rows in rows_of.values() for row in rows for title in row))
     print("| run | seeds | " + " | ".join(titles) + " | spread |\n" + "|---" * (len(titles) + 3) + "|")
     for name, rows in rows_of.items():
