@@ -72,8 +72,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, weights, clip_ep
     loss = -(weights * torch.min(unclipped, clipped)).sum()
     stats = {"clip_fraction": common.masked_mean((clipped < unclipped).float(), active)}
     if kl_coef > 0:  # ref_logprobs may be None where it is 0
-        ref_ratio = (ref_logprobs.detach() - logprobs).where(active, 0.0).clamp(max=20)
-        kl = ref_ratio.exp() - ref_ratio - 1  # k3: never negative, unbiased for samples of the policy
+        log_ref_ratio = (ref_logprobs.detach() - logprobs).where(active, 0.0).clamp(max=20)  # log π_ref/π
+        kl = log_ref_ratio.exp() - log_ref_ratio - 1  # k3: never negative, unbiased for samples of the policy
         loss = loss + kl_coef * (weights * kl).sum()
         stats["kl"] = common.masked_mean(kl, active)
     return loss, stats
