@@ -21,9 +21,9 @@ from common import flag, sample, token_logprobs
 @dataclass
 class Config(common.RunConfig):
     steps: int = flag(60, "rollout batches")
-    prompts_per_step: int = flag(16, "P: prompts per rollout batch (authors' script: 128)")
+    prompts_per_step: int = flag(16, "P: prompts per rollout batch (authors' script: 128, --minibatches 8)")
     group_size: int = flag(16, "G: completions per prompt (authors' script: 8)")
-    max_new_tokens: int = flag(40, "T: completions are cut here (authors' script: 3,000)")
+    max_new_tokens: int = flag(40, "L_max: completions are cut here (authors' script: 3,000)")
     temperature: float = flag(1.0, "of sampling, and of every log-prob")
     reward: str = flag("verifier", "verifier, FILE.py:FUNCTION called with (prompt, completion, row), or the directory "
                                    "of a reward model")
@@ -51,7 +51,7 @@ def token_weights(mask: torch.Tensor, num_sequences: int, max_new_tokens: int) -
 
     num_sequences counts the completions of the whole optimizer step: micro-batches and ranks add up to it.
     """
-    return mask / max_new_tokens / num_sequences  # 1 / (L_max·N)
+    return mask / max_new_tokens / num_sequences  # 1 / (L_max·N); the paper has L_max in listing 1 alone
 
 
 def dr_grpo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):
