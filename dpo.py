@@ -10,7 +10,7 @@ and lets --reward pick the better one.
 
 Without flags: the tiny model learns additions from pairs of its own answers. README.md: real models and data.
 
-Shapes: B pairs of a micro-batch; T padded answer length.
+Shapes: B pairs of a micro-batch; N answers of the step, P prompts if it samples them; T padded answer length.
 """
 from dataclasses import dataclass
 

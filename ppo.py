@@ -1,11 +1,11 @@
 """PPO, Proximal Policy Optimization (Schulman et al. 2017, arXiv:1707.06347), as RLHF uses it (InstructGPT,
 arXiv:2203.02155; details from "The N+ Implementation Details of RLHF with PPO", arXiv:2403.17031):
 
-    maximize  1/Σ|o_i| Σ_{i,t}  min(ρ Â, clip(ρ, 1 − ε, 1 + ε) Â)                                 (PPO eq. 7)
+    maximize  1/Σ|o_j| Σ_{i,t}  min(ρ Â, clip(ρ, 1 − ε, 1 + ε) Â)                                 (PPO eq. 7)
     with      ρ_{i,t} = π(o_{i,t}) / π_old(o_{i,t})
               Â_{i,t} = Σ_l (γλ)^l δ_{t+l},   δ_t = r_t + γ V_{t+1} − V_t                         (PPO eq. 11, 12)
               r_{i,t} = −β·log(π_old/π_ref) at every token, + the score at the last               (InstructGPT eq. 2)
-    minimize  1/Σ|o_i| Σ_{i,t}  ½ max((V − V̂)², (clip(V, V_old ± ε_v) − V̂)²),   V̂ = Â + V_old
+    minimize  1/Σ|o_j| Σ_{i,t}  ½ max((V − V̂)², (clip(V, V_old ± ε_v) − V̂)²),   V̂ = Â + V_old
 
 A critic V, a network of its own, says what each token was worth; GRPO compares whole completions instead.
 

@@ -10,7 +10,7 @@ r is a language model with a scalar head, read at the last token. ppo.py takes t
 
 Without flags: a reward model for additions, from pairs that the verifier judged. README.md: real models and data.
 
-Shapes: B prompts of a micro-batch, K answers to each, best first.
+Shapes: B pairs, or prompts with K answers each, best first, of a micro-batch; N answers of the step.
 """
 from dataclasses import dataclass
 from typing import Literal
