@@ -148,9 +148,10 @@ def parse_config(Config, args: list[str]):
         args = [f"--{name}={value}" for name, value in settings.items() if value is not None] + args[1:]
     cfg, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
-        names = [f"--{field.name}" for field in dataclasses.fields(Config)]
-        nearest = difflib.get_close_matches(unknown[0].split("=")[0], names, n=1, cutoff=0.5)
-        raise UserError(f"unknown flag {unknown[0]}" + (f", did you mean {nearest[0]}?" if nearest else ""))
+        names = [field.name for field in dataclasses.fields(Config)]
+        nearest = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), names, n=1)
+        advice = f", did you mean --{nearest[0]}?" if nearest else "; see --help"
+        raise UserError(f"unknown flag {unknown[0]}{advice}")
     for field in dataclasses.fields(cfg):
         name, value = field.name, getattr(cfg, field.name)
         if isinstance(value, str) and value.startswith("~/"):  # a shell expands neither YAML nor --model=~/x

@@ -134,6 +134,7 @@ def test_bad_rows(fails, tmp_path, content, message):
     (["--seed", 2 ** 32], "--seed 4294967296: must be between"),
     (["--minibatches", 1000], "--minibatches 1000"),
     (["--stepz", 3], "unknown flag --stepz, did you mean --steps?"), (["--lrr=3"], "did you mean --lr?"),
+    (["--learning_rate", 1], "unknown flag --learning_rate; see --help"),
     (["--reward", "nowhere.py:f"], "no file nowhere.py"), (["--reward", "exact"], "--reward exact"),
     (["--max_new_tokens", 5000], "--max_new_tokens 5000: the context of"),
     (["--output_dir", "/proc/nowhere"], "--output_dir /proc/nowhere"), (["--output_dir", "a" * 300], "name too long"),
