@@ -40,7 +40,7 @@ class Config(common.RunConfig):
     overlong_filtering: bool = flag(False, "truncated completions get no loss; they still count in their group")
     loss_average: Literal["token", "prompt", "sequence"] = flag("token", "see token_weights")
     minibatches: int = flag(1, "optimizer steps per pass over the rollout batch")
-    updates_per_batch: int = flag(1, "μ: passes over the rollout batch (paper: 1)")
+    updates_per_batch: int = flag(1, "μ: passes over the rollout batch, each in the same minibatches (paper: 1)")
     clip_low: float = flag(0.2, "ε_low: the ratio is clipped to 1 − ε_low at least")
     clip_high: float = flag(0.28, "ε_high: and to 1 + ε_high at most")
     lr: float = flag(1e-4, "learning rate: 1e-6 for a real model (paper: 1e-6)")
