@@ -386,7 +386,8 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
-    sizes = ["lr", "value_lr"] + ["max_new_tokens"] * getattr(cfg, "on_policy", True)  # without it dpo.py reads pairs
+    sizes = ["lr", "value_lr", "overlong_buffer"]
+    sizes += ["max_new_tokens"] * getattr(cfg, "on_policy", True)  # without it dpo.py reads pairs
     toy = [f"--{size} {getattr(cfg, size)}" for size in sizes
            if getattr(cfg, size, None) == getattr(type(cfg), size, math.nan)]
     if toy and cfg.model != "tiny":
