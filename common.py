@@ -1892,11 +1892,11 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (_SYMBOL, lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0])),
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?|°", r"\\degree "),
     (r"\\text\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 "),
+    (r"(?s)^(?!.*(?<!arc)(?:sin|cos|tan|cot|sec|csc)).*", lambda text: text[0].replace("\\degree ", " ")),
     (r"\s+", " "),
-    (r"^(?!.*(?<!arc)(?:sin|cos|tan|cot|sec|csc)).*", lambda text: text[0].replace("\\degree ", "")),
     (r"(?<=\d) ?\^? ?(?:\{ ?(?:st|nd|rd|th) ?\}|(?:st|nd|rd|th)\b)", " "),  # 12^{th}
     (r"(?ai)(?<=[\d}]) ?(hundred|thousand|(?:m|b|tr)illion)s?\b", lambda word: f"*10^{_ZEROS[word[1].lower()]}"),
-    (r"\b(square|cubic) (\w+)", lambda unit: unit[2] + ("^2" if unit[1] == "square" else "^3")),
+    (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
     (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),  # 1, 2, and 3; and 14{,}916
     (r"^ ?[(\[][A-E][)\]] +(?=[^\s,])(?!.*[(\[][A-E][)\]])", ""),  # (B) 12 is 12, but (A) and (C) are two letters
     # matrices: \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} is [[1,2],[3,4]]
@@ -2021,25 +2021,25 @@ _UNIT = re.compile(r"""
     (?<=[\d)}\]\s]) \s* \(?  (                             # after a number: a word (no function), which is long or
       (?: (?! (?: (?:arc)?(?:sin|cos|tan)h? | sqrt | log | exp ) (?![A-Za-z]) )             # stands after a space,
           (?: [A-Za-z]{4} | (?<=[\s(]) [A-Za-z]{3} )
-        | (?:[ckm]?m|k?g|gm|ft|in|lbs?|oz|m[lg]|mph|hrs?|min|sec|[APap]\.?[Mm]|L) (?![A-Za-z]) )    # or one of these;
-      (?: [A-Za-z\s.()^] | [/-](?=\s*\(?[A-Za-z]) | \^- | (?<=[A-Za-z^-])[23] | \{[23-]+\} )*      # and what goes with
-                                                            # it: 5 miles per hour, 5 m/s, 5 cm^{2}; not 2m/3, 2m-3
+        | (?: [ckm]?m|k?g|gm|ft|in|lbs?|oz|m[lg]|mph|hrs?|min|sec|[APap]\.?[Mm]|L                   # or one of these;
+            | (?<=\s) (?:[NJVAWCFsh]|k[NJVW]|[kMG]?(?:Hz|eV|Pa)) ) (?![A-Za-z]) )
+      (?: (?! \b [^\W\dahmsNL] \b ) [A-Za-z\s.()^] | [/-](?=\s*\(?[A-Za-z]) | \^-           # and what goes with it:
+        | (?<=[A-Za-z^-])[23] | \{[23-]+\} )*    # 5 miles per hour, 5 m/s, 5 cm^{2}; not 2m/3, 2m-3, 0.5 m v^2
       | (?<=\d) _ \{?\d+\}? )$                             # 4210_5: a base, which the question names
     """, re.X)
 
 _UNITS = {short + unit: long + name for short, long in (("", ""), ("k", "kilo"), ("c", "centi"), ("m", "milli"))
-          for unit, name in (("m", "meter"), ("g", "gram"), ("l", "liter"))}
-_UNITS |= {"gm": "gram", "ft": "feet", "foot": "feet", "in": "inch", "yd": "yard", "lb": "pound", "oz": "ounce",
-           "s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour", "yr": "year",
-           "mph": "mileperhour", "pct": "percent"}
+          for unit, name in (("m", "meter"), ("g", "gram"), ("l", "liter"), ("n", "newton"), ("j", "joule"))}
+_UNITS |= {"gm": "gram", "ft": "feet", "foot": "feet", "in": "inch", "inche": "inch", "yd": "yard", "lb": "pound",
+           "oz": "ounce", "s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour", "yr": "year",
+           "mph": "mileperhour", "pct": "percent", "cent": "¢", "a": "ampere", "c": "celsius", "f": "fahrenheit"}
 
 
 def _same_value(a: str, b: str) -> bool:
     """Compare two numbers, formulas or texts, and their units where both have one."""
     (a, a_unit), (b, b_unit) = _split_unit(a), _split_unit(b)
     short, long = sorted((a_unit, b_unit), key=len)
-    # apples left are apples; but cm2 is not cm, nor m/s m
-    if short and not re.fullmatch(re.escape(short) + "(?!per)[a-z]*", long):
+    if short and not re.fullmatch(re.escape(short) + "(?!per)[a-z]*", long):  # apples left are apples; m/s is not m
         return False
     if re.fullmatch("[A-Z ]{2,}", a) and re.fullmatch("[A-Z ]{2,}", b):  # capitals are no product: ABC is not CAB
         return False
@@ -2054,7 +2054,7 @@ def _split_unit(text: str) -> tuple[str, str]:
     number = text[:found.start()] if found else ""
     letter = found and re.fullmatch(r"[a-zA-Z](\^?\{?[23]\}?)?", found[1])  # of a unit or of a formula?
     formula = letter and (re.search(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])", number)  # x + 3 m
-                          or found[0] == found[1] and not re.fullmatch(r"-?[\d./]+", number))  # 1+3m
+                          or not re.match(" [mgL]", found[0]) and not re.fullmatch(r"[-\d./*^]+", number))  # 1+3m
     if formula or number.count("(") > number.count(")") or not re.search(r"\d|\\pi", number):  # 2(1+3m)
         return text, ""
     unit = re.sub(r"\Bs\b|\.", "", found[1].lower()).replace("tre", "ter")
