@@ -1877,10 +1877,10 @@ _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currenc
     "≠": r"\ne \neq !=", "∪": r"\cup", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
     ":": r"\colon", "|": r"\vert \lvert \rvert \mid", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
     "\\emptyset": r"\varnothing ∅", " or ": r"\lor \vee", "\\frac": r"\dfrac \tfrac \cfrac",
-    "\\binom": r"\dbinom \tbinom",
+    "\\binom": r"\dbinom \tbinom", "\\ldots ": r"... \dots \cdots", "(": r"\langle", ")": r"\rangle", " cents": "¢",
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
-_SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|[<>!]=|[$%~;&]|[^\x00-\x7f]"  # whatever may be a key of _SPELLINGS
+_SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|\.{3}|[<>!]=|[$%~;&]|[^\x00-\x7f]"  # whatever may be a key of _SPELLINGS
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?![\d,/])")
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
@@ -1907,8 +1907,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"((?:^|=) ?[-+(.]*(?:\d|\\frac|\\?sqrt|\\pi)[^=≈,]*)≈[^,]*$", r"\1"),  # x = \sqrt2 ≈ 1.41 is x = \sqrt2
     (r"≈", "="),  # but x_1 ≈ 1.5 is x_1 = 1.5
     (r"^ ?\\?\w+ ?∈", ""),  # x ∈ [1,2] is [1,2]
-    (r"^ ?‹ ?\\?\w+ ?[|:](.*[<>≤≥].*)›[ .]*$", r"\1"),  # {x | x > 1} is x > 1
-    (r"^ ?\(([^(),]*[=<>≤≥≠][^(),]*)\)$", r"\1"),  # (x > 1) too
+    (r"^ ?(?:‹ ?\\?\w+ ?[|:](.*[<>≤≥].*)›[ .]*|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),  # {x | x > 1}, (x > 1)
     # numbers and formulas
     (r"_(?:[{ ] ?([a-zA-Z]{2,}) ?\}?|([a-zA-Z]{3,}))", r"_\\\1\2 "),  # F_{net}, F_net: one index; not in x_iy_i
     (r"\\(frac|binom|sqrt|log_) ?(\w)", r"\\\1{\2}"),  # \frac12
@@ -2087,14 +2086,14 @@ def _factorial(n):
     return Fraction(math.factorial(int(n))) if n == int(n) and 0 <= n < 200 else math.gamma(n + 1)  # n may be a letter
 
 
+_OF_TWO = {"frac": operator.truediv, "binom": lambda n, k: _factorial(n) / _factorial(k) / _factorial(n - k)}
 _OPERATORS = {  # how strongly it binds, what it does
     ":": (1, lambda a, b: (a + 7919 * b + Fraction(1, 89)) ** 3),  # 3:30 and x_1 have values that nothing else has
     "_": (6, lambda x, n: (x + 7919 * n + Fraction(1, 89)) ** 3),
     "+": (2, operator.add), "-": (2, operator.sub), "*": (3, operator.mul), "/": (3, operator.truediv),
-    "^": (4, _power), "!": (5, _factorial)}
+    "^": (4, _power), "!": (5, _factorial), "\\over": (1, operator.truediv), "\\choose": (1, _OF_TWO["binom"])}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
 _CONSTANTS = {"degree": math.pi / 180, "pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf, "infinity": math.inf}
-_OF_TWO = {"frac": operator.truediv, "binom": lambda n, k: _factorial(n) / _factorial(k) / _factorial(n - k)}
 _FUNCTIONS = {
     "sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "log": cmath.log10, "exp": cmath.exp,
     "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan, "sinh": cmath.sinh, "cosh": cmath.cosh,
@@ -2122,8 +2121,8 @@ def _values(text: str) -> list:
     def read(strength):  # an atom and those operators after it that bind more strongly than this
         value = atom()
         while True:
-            implicit = tokens[-1][-1].isalpha() or tokens[-1] in "([{"  # 2x, 2(x + 1); but 2 3 is not 6
-            binds, apply = _OPERATORS.get("*" if implicit else tokens[-1], (0, None))
+            implicit = (tokens[-1][-1].isalpha() or tokens[-1] in "([{") and tokens[-1] not in _OPERATORS
+            binds, apply = _OPERATORS.get("*" if implicit else tokens[-1], (0, None))  # 2x, 2(x + 1); but 2 3 is not 6
             if binds <= strength:
                 return value
             token = "*" if implicit else tokens.pop()

@@ -121,7 +121,16 @@ SAME = [
     ("\\{x=2\\}", "x=2"), ("(x = 5)", "5"), ("S = \\{1,2\\}", "1,2"), ("\\sum_{k=1}^{n} k", "x = \\sum_{k=1}^{n} k"),
     ("\\binom{n+1}{2}", "\\frac{n(n+1)}{2}"), ("\\frac{(n+1)!}{n!}", "n+1"), ("y = \\tan 45^\\circ", "1"),
     ("5 lbs", "5 pounds"), ("28 pct", "28 percent"), ("5 apples", "5 apples left"),
-    ("60 mph", "60 miles/hour"), ("5 m/s", "5 meters per second"), ("⅛", "1/8"), ("10²³", "10^{23}")]
+    ("60 mph", "60 miles/hour"), ("5 m/s", "5 meters per second"), ("⅛", "1/8"), ("10²³", "10^{23}"),
+    # short units stand after a number and a space; other letters make a formula
+    ("477 N", "477"), ("2.5 s", "2.5"), ("13.6 eV", "13.6"), ("3 A", "3"), ("5\\,\\mathrm{N}", "5 newtons"),
+    ("2 h", "2 hr"), ("25^\\circ\\text{C}", "25"), ("98.6 °F", "98.6"), ("9.8 m s^{-2}", "9.8"), ("2s+1", "1 + 2 s"),
+    ("\\frac{1}{2} m v^2", "\\frac{mv^2}{2}"), ("\\frac{1}{3}\\pi h", "\\frac{\\pi h}{3}"),
+    ("\\frac{\\sqrt3}{4} s^2", "\\frac{s^2\\sqrt3}{4}"), ("864 in^2", "864\\mbox{ inches}^2"), ("5 sq. units", "5"),
+    ("50¢", "50 cents"),
+    # older and rarer LaTeX
+    ("{1 \\over 2}", "1/2"), ("-{x+1 \\over 2}", "\\frac{-x-1}{2}"), ("{8 \\choose 3}", "56"),
+    ("1,2,\\ldots,n", "1, 2, ..., n"), ("\\langle 3, 4 \\rangle", "(3,4)")]
 
 
 @pytest.mark.parametrize("a, b", SAME)
@@ -159,6 +168,9 @@ def test_the_same_answer_written_another_way(a, b):
     ("x=5", "x+2=7.5"), ("2x=10", "10"), ("\\infty", "5"), ("(2,\\infty)", "(2,5)"), ("2xy", "2"), ("2 x", "2"),
     ("A", "B"), ("Tuesday", "Monday"), ("3:30", "3:31"), ("1010_2", "1010_3"), ("", "5"), (None, "5"),
     ("(-1)^a", "(-1)^f"), ("(-1)^F", "1"), ("(-3)^{-1}", "-0.33333333333333333"),
+    ("5 cents", "5 cm"), ("1, 2, 3, ...", "1, 2, 3"), ("1, 2, 3, \\ldots", "1, 2, 3"), ("3A", "3"), ("2 y", "2"),
+    ("1 + 2 s", "3"), ("x + 3 s", "x + 3"), ("3 C", "3 F"), ("5 s", "5 h"), ("5 K", "5"), ("0.5 m v^2", "0.5"),
+    ("2 m n", "2"), ("5 A", "5 apples"), ("5 C", "5 cm"), ("{8 \\choose 3}", "8/3"), ("{1 \\over 2}", "2"),
     ("15 mm^2", "15 m^2"), ("3 kg-m", "3 kg-cm"), ("5 m", "5 m/s"), ("5 miles", "5 mph"), ("5 m^2", "5 m^{-2}"),
     ("9**9**9", "1"), ("__import__('os').system('true')", "0"), ("1/0", "1/0 + 1")])
 def test_another_answer(a, b):
