@@ -1871,13 +1871,13 @@ def is_equivalent(prediction, answer) -> bool:
 
 
 _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
-    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \! \( \) \[ \] \$ $ € £ \% %",
+    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \! \( \) \[ \] \$ $ € £ \% % ¢",
     " ": r"\, \: \; \quad \qquad ~ \ ", ",": "; &", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄",
     "^": "**", "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
     "≠": r"\ne \neq !=", "∪": r"\cup", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
     ":": r"\colon", "|": r"\vert \lvert \rvert \mid", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
     "\\emptyset": r"\varnothing ∅", " or ": r"\lor \vee", "\\frac": r"\dfrac \tfrac \cfrac",
-    "\\binom": r"\dbinom \tbinom", "\\ldots ": r"... \dots \cdots", "(": r"\langle", ")": r"\rangle", " cents": "¢",
+    "\\binom": r"\dbinom \tbinom", "\\ldots ": r"... \dots \cdots", "(": r"\langle", ")": r"\rangle",
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
 _SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|\.{3}|[<>!]=|[$%~;&]|[^\x00-\x7f]"  # whatever may be a key of _SPELLINGS
@@ -1898,7 +1898,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?ai)(?<=[\d}]) ?(hundred|thousand|(?:m|b|tr)illion)s?\b", lambda word: f"*10^{_ZEROS[word[1].lower()]}"),
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
     (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),  # 1, 2, and 3; and 14{,}916
-    (r"^ ?[(\[][A-E][)\]] +(?=[^\s,])(?!.*[(\[][A-E][)\]])", ""),  # (B) 12 is 12, but (A) and (C) are two letters
+    (r"^ ?[(\[][A-E][)\]] +(?=[^\s,.])(?!.*[(\[][A-E][)\]])", ""),  # (B) 12 is 12, but (A) and (C) are two letters
     # matrices: \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} is [[1,2],[3,4]]
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["),
     (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),
@@ -2022,7 +2022,7 @@ _UNIT = re.compile(r"""
           (?: [A-Za-z]{4} | (?<=[\s(]) [A-Za-z]{3} )
         | (?: [ckm]?m|k?g|gm|ft|in|lbs?|oz|m[lg]|mph|hrs?|min|sec|[APap]\.?[Mm]|L                   # or one of these;
             | (?<=\s) (?:[NJVAWCFsh]|k[NJVW]|[kMG]?(?:Hz|eV|Pa)) ) (?![A-Za-z]) )
-      (?: (?! \b [^\W\dahmsNL] \b ) [A-Za-z\s.()^] | [/-](?=\s*\(?[A-Za-z]) | \^-           # and what goes with it:
+      (?: (?! \b [^\W\dA-Zahms] \b ) [A-Za-z\s.()^] | [/-](?=\s*\(?[A-Za-z]) | \^-           # and what goes with it:
         | (?<=[A-Za-z^-])[23] | \{[23-]+\} )*    # 5 miles per hour, 5 m/s, 5 cm^{2}; not 2m/3, 2m-3, 0.5 m v^2
       | (?<=\d) _ \{?\d+\}? )$                             # 4210_5: a base, which the question names
     """, re.X)
@@ -2031,7 +2031,7 @@ _UNITS = {short + unit: long + name for short, long in (("", ""), ("k", "kilo"),
           for unit, name in (("m", "meter"), ("g", "gram"), ("l", "liter"), ("n", "newton"), ("j", "joule"))}
 _UNITS |= {"gm": "gram", "ft": "feet", "foot": "feet", "in": "inch", "inche": "inch", "yd": "yard", "lb": "pound",
            "oz": "ounce", "s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour", "yr": "year",
-           "mph": "mileperhour", "pct": "percent", "cent": "¢", "a": "ampere", "c": "celsius", "f": "fahrenheit"}
+           "mph": "mileperhour", "pct": "percent", "cent": "penny", "a": "ampere", "c": "celsius", "f": "fahrenheit"}
 
 
 def _same_value(a: str, b: str) -> bool:

@@ -127,7 +127,7 @@ SAME = [
     ("2 h", "2 hr"), ("25^\\circ\\text{C}", "25"), ("98.6 °F", "98.6"), ("9.8 m s^{-2}", "9.8"), ("2s+1", "1 + 2 s"),
     ("\\frac{1}{2} m v^2", "\\frac{mv^2}{2}"), ("\\frac{1}{3}\\pi h", "\\frac{\\pi h}{3}"),
     ("\\frac{\\sqrt3}{4} s^2", "\\frac{s^2\\sqrt3}{4}"), ("864 in^2", "864\\mbox{ inches}^2"), ("5 sq. units", "5"),
-    ("50¢", "50 cents"),
+    ("50¢", "50 cents"), ("3 vitamin C tablets", "3"), ("\\text{(B)}.", "B"),
     # older and rarer LaTeX
     ("{1 \\over 2}", "1/2"), ("-{x+1 \\over 2}", "\\frac{-x-1}{2}"), ("{8 \\choose 3}", "56"),
     ("1,2,\\ldots,n", "1, 2, ..., n"), ("\\langle 3, 4 \\rangle", "(3,4)")]
