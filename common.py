@@ -1810,9 +1810,9 @@ _BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|(?P<open>\{)|(?P<close>\})|\\
 _DRESSING = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")
 _PHRASE = re.compile(r"""
     ^.* answer (?: [ ]is | : | [ ]= ) :? \** \s* (?: \}\s* )? (?=\S)                # the final answer is:
-    (.*?) (?= $ | [.!] (?: [\s*] | $ ) | ,?[ ] (?: because | since | so ) [ ] )     # 18 dollars because ...
+    (.*?) (?= $ | [.!] (?: [\s*] | $ ) | ,?[ ] (?: because | since | so | as | which ) [ ] )  # 18 dollars because ...
     """, re.X | re.I | re.M)
-_BOLD = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])")  # not x**2
+_MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\|\w+\|>")  # **18**</s>; not x**2
 
 
 def extract_answer(text) -> str | None:
@@ -1828,7 +1828,7 @@ def extract_answer(text) -> str | None:
         text = answer = max(marked)[1].strip()
     if phrases := _PHRASE.findall(text):  # perhaps "Answer: The final answer is $18$. I hope it is correct."
         answer = phrases[-1].strip()
-    return _BOLD.sub("", answer or "") or None
+    return _MARKS.sub("", answer or "") or None
 
 
 def _in_boxes(text: str) -> list[tuple[int, str]]:
@@ -1888,7 +1888,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"([⁻⁰¹²³⁴-⁹]+)", r"^{\1}"), (r"([¼½¾⅐-⅞])", r" \1"),  # x², 2½
     # x^{2}, 2 1/2; cut off, since some characters become eighteen
     (r"(?s)^.+", lambda text: unicodedata.normalize("NFKC", text[0])[:3 * LONGEST_ANSWER]),
-    (_BOLD, ""),
+    (_MARKS, ""),
     (_SYMBOL, lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0])),
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?|°", r"\\degree "),
     (r"\\text\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 "),
