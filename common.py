@@ -1995,7 +1995,7 @@ def _parts(text: str) -> tuple[str, list[str]]:
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, an inequality of one letter with its interval."""
     if kind[-1] == "=":
-        is_name = re.fullmatch(r"(?!-)\D*(?:[(_]\{?\d+[)}]?)?\s*", sides[0])  # x, f(2), x_1
+        is_name = re.fullmatch(r"(?!-)\D*(?:_\{?\d+\}?|(?:\^\{-1\})?\(-?[^()+-]*\))?\s*", sides[0])  # x, x_1, f(-2)
         return _same(sides[-1], plain, depth) and (bool(is_name) or _same_value(sides[0], plain))
     if len(sides) == 2:  # x < 3 is -\infty < x < 3
         at_left = bool(_LETTER.fullmatch(sides[0]))
