@@ -125,7 +125,7 @@ SAME = [
     ("5 lbs", "5 pounds"), ("28 pct", "28 percent"), ("5 apples", "5 apples left"),
     ("60 mph", "60 miles/hour"), ("5 m/s", "5 meters per second"), ("⅛", "1/8"), ("10²³", "10^{23}"),
     # short units stand after a number and a space; other letters make a formula
-    ("477 N", "477"), ("2.5 s", "2.5"), ("13.6 eV", "13.6"), ("3 A", "3"), ("5\\,\\mathrm{N}", "5 newtons"),
+    ("477 N", "477"), ("18...", "18"), ("2.5 s", "2.5"), ("13.6 eV", "13.6"), ("3 A", "3"), ("5\\,\\mathrm{N}", "5 newtons"),
     ("2 h", "2 hr"), ("25^\\circ\\text{C}", "25"), ("98.6 °F", "98.6"), ("9.8 m s^{-2}", "9.8"), ("2s+1", "1 + 2 s"),
     ("\\frac{1}{2} m v^2", "\\frac{mv^2}{2}"), ("\\frac{1}{3}\\pi h", "\\frac{\\pi h}{3}"),
     ("\\frac{\\sqrt3}{4} s^2", "\\frac{s^2\\sqrt3}{4}"), ("864 in^2", "864\\mbox{ inches}^2"), ("5 sq. units", "5"),
