@@ -308,7 +308,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
     """The tokenizer of a directory or hub id, with a pad token (EOS where it has none: masks come from positions)."""
     if (name.startswith(("/", ".")) or name.count("/") > 1) and not os.path.isdir(name):  # a hub id has one /
         raise UserError(f"--model {name}: no such directory")
-    with one_line_errors(f"--model {name}: no tokenizer there"):
+    with one_line_errors(f"--model {name}: no tokenizer can be read there"):
         # A model's own generic tokenizer is the one to use. For some model types (Qwen2's among them) AutoTokenizer
         # would load that of the architecture instead, which splits text differently.
         kind = get_tokenizer_config(name, trust_remote_code=trust_remote_code).get("tokenizer_class")
