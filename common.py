@@ -1585,7 +1585,8 @@ def sequence_scores(model, input_ids, attention_mask):
     """
     def compute(model, input_ids, attention_mask):
         row = torch.arange(len(input_ids), device=input_ids.device)
-        return (scores_at(model, input_ids, attention_mask, row, attention_mask.sum(1) - 1),)
+        scores = scores_at(model, input_ids, attention_mask, row, attention_mask.sum(1) - 1)
+        return (scores.clone(),)  # FSDP warns of outputs that are views
     return once_each(compute, model, input_ids, attention_mask)[0]
 
 
