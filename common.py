@@ -2150,6 +2150,8 @@ def _values(text: str) -> list:
         if token in _FUNCTIONS:  # \log_2 8, \sin^2 x
             base = atom() if accept("_") else 10
             exponent = atom() if accept("^") else 1
+            if exponent == -1 and f"arc{token}" in _FUNCTIONS:  # \tan^{-1} 2 is \arctan 2, not \cot 2
+                token, exponent = f"arc{token}", 1
             bracketed = tokens[-1] in _CLOSING
             value = atom() if tokens[-1] in "([" else read(3)  # \sin(x)^2 is the square of a sine
             while not bracketed and tokens[-1][-1].isalpha() and tokens[-1] not in _FUNCTIONS:

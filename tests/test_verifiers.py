@@ -133,7 +133,8 @@ SAME = [
     ("f(-2) = 5", "5"), ("f\\left(\\frac12\\right) = 5", "5"), ("P(X = 4) = \\frac12", "0.5"), ("f^{-1}(3) = 5", "5"),
     # older and rarer LaTeX
     ("{1 \\over 2}", "1/2"), ("-{x+1 \\over 2}", "\\frac{-x-1}{2}"), ("{8 \\choose 3}", "56"),
-    ("1,2,\\ldots,n", "1, 2, ..., n"), ("\\langle 3, 4 \\rangle", "(3,4)")]
+    ("1,2,\\ldots,n", "1, 2, ..., n"), ("\\langle 3, 4 \\rangle", "(3,4)"),
+    ("\\tan^{-1} 2", "\\arctan 2"), ("\\sin^{-1}\\frac13", "\\arcsin(1/3)")]
 
 
 @pytest.mark.parametrize("a, b", SAME)
@@ -176,7 +177,8 @@ def test_the_same_answer_written_another_way(a, b):
     ("1 + 2 s", "3"), ("x + 3 s", "x + 3"), ("3 C", "3 F"), ("5 s", "5 h"), ("5 K", "5"), ("0.5 m v^2", "0.5"),
     ("2 m n", "2"), ("5 A", "5 apples"), ("5 C", "5 cm"), ("{8 \\choose 3}", "8/3"), ("{1 \\over 2}", "2"),
     ("15 mm^2", "15 m^2"), ("3 kg-m", "3 kg-cm"), ("5 m", "5 m/s"), ("5 miles", "5 mph"), ("5 m^2", "5 m^{-2}"),
-    ("9**9**9", "1"), ("__import__('os').system('true')", "0"), ("1/0", "1/0 + 1")])
+    ("9**9**9", "1"), ("__import__('os').system('true')", "0"), ("1/0", "1/0 + 1"),
+    ("\\tan^{-1} x", "\\cot x")])
 def test_another_answer(a, b):
     assert not is_equivalent(a, b) and not is_equivalent(b, a)
 
