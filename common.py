@@ -1875,8 +1875,8 @@ _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currenc
     "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \! \( \) \[ \] \$ $ € £ \% % ¢",
     " ": r"\, \: \; \quad \qquad ~ \ ", ",": "; &", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄",
     "^": "**", "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
-    "≠": r"\ne \neq !=", "∪": r"\cup", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
-    ":": r"\colon", "|": r"\vert \lvert \rvert \mid", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
+    "≠": r"\ne \neq !=", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
+    ":": r"\colon", "∪": r"\cup \bigcup", "|": r"\vert \lvert \rvert \mid", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
     "\\emptyset": r"\varnothing ∅", " or ": r"\lor \vee", "\\frac": r"\dfrac \tfrac \cfrac",
     "\\binom": r"\dbinom \tbinom", "\\ldots ": r"... \dots \cdots", "(": r"\langle", ")": r"\rangle",
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"}
@@ -1907,8 +1907,9 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     # relations
     (r"((?:^|=) ?[-+(.]*(?:\d|\\frac|\\?sqrt|\\pi)[^=≈,]*)≈[^,]*$", r"\1"),  # x = \sqrt2 ≈ 1.41 is x = \sqrt2
     (r"≈", "="),  # but x_1 ≈ 1.5 is x_1 = 1.5
-    (r"^ ?\\?\w+ ?∈", ""),  # x ∈ [1,2] is [1,2]
-    (r"^ ?(?:‹ ?\\?\w+ ?[|:](.*[<>≤≥].*)›[ .]*|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),  # {x | x > 1}, (x > 1)
+    (r"(^|[,∪]) ?(?:\\?[^\W\d]+|\([^()]*\)) ?∈", r"\1"),  # x ∈ [1,2] is [1,2], (x,y) ∈ {(1,2)} is {(1,2)}
+    # {x | x > 1}, {x ∈ R : x > 1}, (x > 1)
+    (r"^ ?(?:‹ ?\\?\w+ ?(?:∈ ?R ?)?[|:](.*[<>≤≥≠].*)›[ .]*|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),
     # numbers and formulas
     (r"_(?:[{ ] ?([a-zA-Z]{2,}) ?\}?|([a-zA-Z]{3,}))", r"_\\\1\2 "),  # F_{net}, F_net: one index; not in x_iy_i
     (r"\\(frac|binom|sqrt|log_) ?(\w)", r"\\\1{\2}"),  # \frac12
