@@ -1899,6 +1899,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?ai)(?<=[\d}]) ?(hundred|thousand|(?:m|b|tr)illion)s?\b", lambda word: f"*10^{_ZEROS[word[1].lower()]}"),
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
     (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),  # 1, 2, and 3; and 14{,}916
+    (r"[({](\d\w*)[)}] ?(?=_[\d{])| ?\(?\bbase (\d+)\)?", lambda b: b[1] or f"_{b[2]}"),  # (1010)_2, 1010 base 2
     (r"^ ?[(\[][A-E][)\]] +(?=[^\s,.])(?!.*[(\[][A-E][)\]])", ""),  # (B) 12 is 12, but (A) and (C) are two letters
     # matrices: \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} is [[1,2],[3,4]]
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["),

@@ -137,7 +137,8 @@ SAME = [
     ("\\tan^{-1} 2", "\\arctan 2"), ("\\sin^{-1}\\frac13", "\\arcsin(1/3)"),
     ("\\{x \\in \\mathbb{R} \\mid x \\ge 0\\}", "[0,\\infty)"),
     ("x\\in(-\\infty,2)\\text{ or }x\\in(3,\\infty)", "(-\\infty,2)\\bigcup(3,\\infty)"),
-    ("(x,y) \\in \\{(1,2),(3,4)\\}", "(3,4),(1,2)"), ("\\{x \\mid x \\ne 3\\}", "x \\neq 3")]
+    ("(x,y) \\in \\{(1,2),(3,4)\\}", "(3,4),(1,2)"), ("\\{x \\mid x \\ne 3\\}", "x \\neq 3"),
+    ("(1010)_2", "1010_2"), ("1010 \\text{ (base 2)}", "1010_{2}"), ("1010\\text{ base 2}", "1010")]
 
 
 @pytest.mark.parametrize("a, b", SAME)
@@ -182,7 +183,9 @@ def test_the_same_answer_written_another_way(a, b):
     ("15 mm^2", "15 m^2"), ("3 kg-m", "3 kg-cm"), ("5 m", "5 m/s"), ("5 miles", "5 mph"), ("5 m^2", "5 m^{-2}"),
     ("9**9**9", "1"), ("__import__('os').system('true')", "0"), ("1/0", "1/0 + 1"),
     ("\\tan^{-1} x", "\\cot x"),
-    ("\\{x \\in \\mathbb{Z} \\mid x > 0\\}", "(0,\\infty)")])
+    ("\\{x \\in \\mathbb{Z} \\mid x > 0\\}", "(0,\\infty)"),
+    ("(1010)_2", "1010_3"),
+    ("1010 base 2", "1010 base 3")])
 def test_another_answer(a, b):
     assert not is_equivalent(a, b) and not is_equivalent(b, a)
 
