@@ -1873,13 +1873,14 @@ def is_equivalent(prediction, answer) -> bool:
 
 _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
     "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \! \( \) \[ \] \$ $ € £ \% % ¢",
-    " ": r"\, \: \; \quad \qquad ~ \ ", ",": "; &", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄",
+    " ": r"\, \: \; \quad \qquad ~ \rm \bf \ ", ",": "; &", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄",
     "^": "**", "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
     "≠": r"\ne \neq !=", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
     ":": r"\colon", "∪": r"\cup \bigcup", "|": r"\vert \lvert \rvert \mid", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
     "\\emptyset": r"\varnothing ∅", " or ": r"\lor \vee", "\\frac": r"\dfrac \tfrac \cfrac",
     "\\binom": r"\dbinom \tbinom", "\\ldots ": r"... \dots \cdots", "(": r"\langle", ")": r"\rangle",
-    "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"}
+    "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"
+               r" \boldsymbol \bm \mathit \mathsf \textsf \texttt \emph \underline", "\\overline": r"\bar"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
 _SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>!]=|[$%~;&]|[^\x00-\x7f]"  # all that may be a key of it
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}

@@ -138,7 +138,9 @@ SAME = [
     ("\\{x \\in \\mathbb{R} \\mid x \\ge 0\\}", "[0,\\infty)"),
     ("x\\in(-\\infty,2)\\text{ or }x\\in(3,\\infty)", "(-\\infty,2)\\bigcup(3,\\infty)"),
     ("(x,y) \\in \\{(1,2),(3,4)\\}", "(3,4),(1,2)"), ("\\{x \\mid x \\ne 3\\}", "x \\neq 3"),
-    ("(1010)_2", "1010_2"), ("1010 \\text{ (base 2)}", "1010_{2}"), ("1010\\text{ base 2}", "1010")]
+    ("(1010)_2", "1010_2"), ("1010 \\text{ (base 2)}", "1010_{2}"), ("1010\\text{ base 2}", "1010"),
+    ("\\boldsymbol{5}", "5"), ("\\bf 5", "5"), ("\\textsf{Navin}", "Navin"), ("5\\rm\\ cm", "5"), ("0.1\\bar{6}", "1/6"),
+    ("\\bar{x}", "\\overline{x}")]
 
 
 @pytest.mark.parametrize("a, b", SAME)
