@@ -1958,7 +1958,7 @@ def _same(a: str, b: str, depth: int = 0) -> bool:
     if len(a_parts) != len(b_parts):
         return False
     if depth or len(a_parts) > LONGEST_LIST or not {a_kind, b_kind} <= {"", "‹›"}:
-        return (a_kind == b_kind or "" in (a_kind, b_kind)) and all(
+        return (a_kind == b_kind or a_kind + b_kind in ("()", "[]", "‹›")) and all(
             _same(x, y, depth + 1) for x, y in zip(a_parts, b_parts))
     for x in a_parts:  # in any order
         match = next((y for y in b_parts if _same(x, y, depth + 1)), None)

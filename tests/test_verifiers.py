@@ -140,7 +140,8 @@ SAME = [
     ("(x,y) \\in \\{(1,2),(3,4)\\}", "(3,4),(1,2)"), ("\\{x \\mid x \\ne 3\\}", "x \\neq 3"),
     ("(1010)_2", "1010_2"), ("1010 \\text{ (base 2)}", "1010_{2}"), ("1010\\text{ base 2}", "1010"),
     ("\\boldsymbol{5}", "5"), ("\\bf 5", "5"), ("\\textsf{Navin}", "Navin"), ("5\\rm\\ cm", "5"), ("0.1\\bar{6}", "1/6"),
-    ("\\bar{x}", "\\overline{x}")]
+    ("\\bar{x}", "\\overline{x}"),
+    ("1,2", "[1,2]")]
 
 
 @pytest.mark.parametrize("a, b", SAME)
@@ -187,7 +188,8 @@ def test_the_same_answer_written_another_way(a, b):
     ("\\tan^{-1} x", "\\cot x"),
     ("\\{x \\in \\mathbb{Z} \\mid x > 0\\}", "(0,\\infty)"),
     ("(1010)_2", "1010_3"),
-    ("1010 base 2", "1010 base 3")])
+    ("1010 base 2", "1010 base 3"),
+    ("2,5", "(2,5]"), ("[2,5)", "2,5")])
 def test_another_answer(a, b):
     assert not is_equivalent(a, b) and not is_equivalent(b, a)
 
