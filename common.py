@@ -1906,6 +1906,8 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["),
     (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),
     (r"\\\\(?:\[\d+\w+\])?", "],["),
+    (r"(?<![^=,])([^=,\[\]]{1,24})(\[\[(?:(?!\[\[).)*\]\])$",  # a number before a matrix: multiply each entry
+     lambda product: re.sub(r"[^\[\],]+", lambda entry: f"{product[1]}({entry[0]})", product[2])),
     # relations
     (r"((?:^|=) ?[-+(.]*(?:\d|\\frac|\\?sqrt|\\pi)[^=≈,]*)≈[^,]*$", r"\1"),  # x = \sqrt2 ≈ 1.41 is x = \sqrt2
     (r"≈", "="),  # but x_1 ≈ 1.5 is x_1 = 1.5

@@ -141,7 +141,9 @@ SAME = [
     ("(1010)_2", "1010_2"), ("1010 \\text{ (base 2)}", "1010_{2}"), ("1010\\text{ base 2}", "1010"),
     ("\\boldsymbol{5}", "5"), ("\\bf 5", "5"), ("\\textsf{Navin}", "Navin"), ("5\\rm\\ cm", "5"), ("0.1\\bar{6}", "1/6"),
     ("\\bar{x}", "\\overline{x}"),
-    ("1,2", "[1,2]")]
+    ("1,2", "[1,2]"),
+    ("P = \\frac13\\begin{pmatrix}1&2\\\\2&4\\end{pmatrix}", "\\begin{bmatrix}1/3&2/3\\\\2/3&4/3\\end{bmatrix}"),
+    ("-\\begin{pmatrix}1\\\\-2\\end{pmatrix}", "(-1,2)")]
 
 
 @pytest.mark.parametrize("a, b", SAME)
@@ -189,7 +191,8 @@ def test_the_same_answer_written_another_way(a, b):
     ("\\{x \\in \\mathbb{Z} \\mid x > 0\\}", "(0,\\infty)"),
     ("(1010)_2", "1010_3"),
     ("1010 base 2", "1010 base 3"),
-    ("2,5", "(2,5]"), ("[2,5)", "2,5")])
+    ("2,5", "(2,5]"), ("[2,5)", "2,5"),
+    ("2\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}")])
 def test_another_answer(a, b):
     assert not is_equivalent(a, b) and not is_equivalent(b, a)
 
@@ -206,7 +209,7 @@ HOSTILE = [
     "Answer" + "*" * 19_000, "\\vec{" * 80, "=" * 200 + "≈" * 200, "1" * 200 + "≈" * 200, "\\pi" * 100 + "≈" * 99,
     "²", "\\sqrt[0.0000000001]{9}", "\u2028" + "\\box{" * 3300 + "}" * 3300,
     "1." + "9" * 150 + "\\overline{" + "9" * 150 + "}", "\\ " * 190, "0^{-1}", "\\log_1 5", "i^i^i", "[]", "[[]]",
-    "½" * 400, "5 mıllion", "5 MİLLİON"]
+    "½" * 400, "1" * 24 + "\\begin{pmatrix}" + "1&" * 150 + "\\end{pmatrix}", "5 mıllion", "5 MİLLİON"]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
