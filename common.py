@@ -1810,7 +1810,8 @@ _HEADING = re.compile(r"""
 _BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|(?P<open>\{)|(?P<close>\})|\\[{}]")
 _DRESSING = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")
 _PHRASE = re.compile(r"""
-    ^.* answer (?: [ ]is | : | [ ]= ) :? \** \s* (?: \}\s* )? (?=\S)                # the final answer is:
+    # the final answer is: 18; the answer to the question (in dollars) is 18
+    ^.* answer (?: [ ](?: \( | to[ ] | in[ ] ) [^\n:=]{,50} )? (?: [ ]is | : | [ ]= ) :? \** \s* (?: \}\s* )? (?=\S)
     (.*?) (?= $ | [.!] (?: [\s*] | $ ) | ,?[ ] (?: because | since | so | as | which ) [ ] )  # 18 dollars because ...
     """, re.X | re.I | re.M)
 _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\|\w+\|>")  # **18**</s>; not x**2

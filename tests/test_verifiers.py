@@ -33,7 +33,9 @@ from common import extract_answer, format_reward, is_equivalent
     ("$\\boxed{1}$ and $\\boxed{-2}$.", "1, -2"), ("\\boxed{5}\n\\boxed{5}", "5"),
     ("\\[\n\\text{ANSWER: } 4\n\\]", "4"),
     ("\\boxed{1},\n\n" + " " * 30 + "no wait, \\boxed{2}", "2"), ("\\boxed{1}," + " " * 50 + "\\boxed{2}", "1, 2"),
-    ("\\boxed{(1,2)}, \\boxed{(2,1)} \\quad \\text{and} \\quad \\boxed{3}", "(1,2), (2,1), 3")])
+    ("\\boxed{(1,2)}, \\boxed{(2,1)} \\quad \\text{and} \\quad \\boxed{3}", "(1,2), (2,1), 3"),
+    ("The answer (arabic numerals) is 8. I hope this helps!", "8"), ("The answer to the question is 18.", "18"),
+    ("The answer in dollars is $18.", "$18"), ("The answer to this problem was hard to find.", None)])
 def test_the_last_answer_is_extracted(text, answer):
     assert extract_answer(text) == answer
 
