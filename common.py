@@ -1900,6 +1900,8 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?<=\d) ?\^? ?(?:\{ ?(?:st|nd|rd|th) ?\}|(?:st|nd|rd|th)\b)", " "),  # 12^{th}
     (r"(?ai)(?<=[\d}]) ?(hundred|thousand|(?:m|b|tr)illion)s?\b", lambda word: f"*10^{_ZEROS[word[1].lower()]}"),
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
+    # n\pi, where n is an integer; 2k\pi, k ∈ Z
+    (r"(?<=\w|[)}])(?:,? |,)(?:(?:for (?:all|any|every|some)|where)\b[^,]*|\w ?∈ ?[NRZ]\b)", ""),
     (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),  # 1, 2, and 3; and 14{,}916
     (r"[({](\d\w*)[)}] ?(?=_[\d{])| ?\(?\bbase (\d+)\)?", lambda b: b[1] or f"_{b[2]}"),  # (1010)_2, 1010 base 2
     (r"^ ?[(\[][A-E][)\]] +(?=[^\s,.])(?!.*[(\[][A-E][)\]])", ""),  # (B) 12 is 12, but (A) and (C) are two letters

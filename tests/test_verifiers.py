@@ -145,7 +145,9 @@ SAME = [
     ("\\bar{x}", "\\overline{x}"),
     ("1,2", "[1,2]"),
     ("P = \\frac13\\begin{pmatrix}1&2\\\\2&4\\end{pmatrix}", "\\begin{bmatrix}1/3&2/3\\\\2/3&4/3\\end{bmatrix}"),
-    ("-\\begin{pmatrix}1\\\\-2\\end{pmatrix}", "(-1,2)")]
+    ("-\\begin{pmatrix}1\\\\-2\\end{pmatrix}", "(-1,2)"),
+    ("f(x) = 1 \\text{ for all } x \\in \\mathbb{Q}", "f(x)=1"), ("2k\\pi,\\ k \\in \\mathbb{Z}", "x = 2k\\pi"),
+    ("n\\pi, \\text{ where } n \\text{ is an integer}", "n\\pi"), ("\\text{for all } x", "for all x")]
 
 
 @pytest.mark.parametrize("a, b", SAME)
@@ -194,7 +196,8 @@ def test_the_same_answer_written_another_way(a, b):
     ("(1010)_2", "1010_3"),
     ("1010 base 2", "1010 base 3"),
     ("2,5", "(2,5]"), ("[2,5)", "2,5"),
-    ("2\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}")])
+    ("2\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
+    ("1 \\text{ for all } x, 2", "1"), ("\\text{for all } x", "\\text{for all } y")])
 def test_another_answer(a, b):
     assert not is_equivalent(a, b) and not is_equivalent(b, a)
 
