@@ -1913,7 +1913,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
      lambda product: re.sub(r"[^\[\],]+", lambda entry: f"{product[1]}({entry[0]})", product[2])),
     # relations
     (r"((?:^|=) ?[-+(.]*(?:\d|\\frac|\\?sqrt|\\pi)[^=≈,]*)≈[^,]*$", r"\1"),  # x = \sqrt2 ≈ 1.41 is x = \sqrt2
-    (r"≈", "="),  # but x_1 ≈ 1.5 is x_1 = 1.5
+    (r"≈|(?<=[a-z]{3}) ?: (?=[^:]*(?:,|$))", "="),  # but x_1 ≈ 1.5 is x_1 = 1.5; so is area: 12, least: 1, most: 3
     (r"(^|[,∪]) ?(?:\\?[^\W\d]+|\([^()]*\)) ?∈", r"\1"),  # x ∈ [1,2] is [1,2], (x,y) ∈ {(1,2)} is {(1,2)}
     # {x | x > 1}, {x ∈ R : x > 1}, (x > 1)
     (r"^ ?(?:‹ ?\\?\w+ ?(?:∈ ?R ?)?[|:](.*[<>≤≥≠].*)›[ .]*|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),
