@@ -1923,7 +1923,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(\\(?:frac|binom)\{[^{}]*\}) ?(\w)", r"\1{\2}"),
     (r"(?<![\w.^)}])(\d+)(?: (\d+/\d+)| ?(\\frac\{\d+\}\{\d+\}))", r"(\1+\2\3)"),  # 2 1/2 and 2\frac{1}{2}
     (r"(\d+)\.(\d*)\\overline\{(\d+)\}", lambda d: f"({d[1]}.{d[2]}0+{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
-    (r"(?<=\d) ?x ?(?=10\^)", "*"),  # 1.5 x 10^3
+    (r"(?<=\d) ?x ?(?=10\^)|(?<=!)(?=\d)", "*"),  # 1.5 x 10^3, 3!7!
     # before all brackets 1,234 is a number; (1,234) is a pair
     (r"^[^(\[‹]*", lambda head: _THOUSANDS.sub(lambda number: number[0].replace(number[1], ""), head[0]))]]
 
