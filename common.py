@@ -2029,7 +2029,7 @@ _UNIT = re.compile(r"""
     (?<=[\d)}\]\s]) \s* \(?  (                             # after a number: a word (no function), which is long or
       (?: (?! (?: (?:arc)?(?:sin|cos|tan)h? | sqrt | log | exp ) (?![A-Za-z]) )             # stands after a space,
           (?: [A-Za-z]{4} | (?<=[\s(]) [A-Za-z]{3} )
-        | (?: [ckm]?m|k?g|gm|ft|in|lbs?|oz|m[lg]|mph|hrs?|min|sec|[APap]\.?[Mm]|L                   # or one of these;
+        | (?: [ckm]?m|k?g|gm|ft|in|mi|yd|lbs?|oz|m[lg]|mph|hrs?|min|sec|[APap]\.?[Mm]|L       # or one of these;
             | (?<=\s) (?:[NJVAWCFsh]|k[NJVW]|[kMG]?(?:Hz|eV|Pa)) ) (?![A-Za-z]) )
       (?: (?! \b [^\W\dA-Zahms] \b ) [A-Za-z\s.()^] | [/-](?=\s*\(?[A-Za-z]) | \^-           # and what goes with it:
         | (?<=[A-Za-z^-])[23] | \{[23-]+\} )*    # 5 miles per hour, 5 m/s, 5 cm^{2}; not 2m/3, 2m-3, 0.5 m v^2
@@ -2038,9 +2038,10 @@ _UNIT = re.compile(r"""
 
 _UNITS = {short + unit: long + name for short, long in (("", ""), ("k", "kilo"), ("c", "centi"), ("m", "milli"))
           for unit, name in (("m", "meter"), ("g", "gram"), ("l", "liter"), ("n", "newton"), ("j", "joule"))}
-_UNITS |= {"gm": "gram", "ft": "feet", "foot": "feet", "in": "inch", "inche": "inch", "yd": "yard", "lb": "pound",
-           "oz": "ounce", "s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour", "yr": "year",
-           "mph": "mileperhour", "pct": "percent", "cent": "penny", "a": "ampere", "c": "celsius", "f": "fahrenheit"}
+_UNITS |= {"gm": "gram", "ft": "feet", "foot": "feet", "in": "inch", "inche": "inch", "yd": "yard", "mi": "mile",
+           "lb": "pound", "oz": "ounce", "s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour",
+           "yr": "year", "mph": "mileperhour", "pct": "percent", "cent": "penny", "a": "ampere", "c": "celsius",
+           "f": "fahrenheit"}
 
 
 def _same_value(a: str, b: str) -> bool:

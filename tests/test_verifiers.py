@@ -149,7 +149,8 @@ SAME = [
     ("f(x) = 1 \\text{ for all } x \\in \\mathbb{Q}", "f(x)=1"), ("2k\\pi,\\ k \\in \\mathbb{Z}", "x = 2k\\pi"),
     ("n\\pi, \\text{ where } n \\text{ is an integer}", "n\\pi"), ("\\text{for all } x", "for all x"),
     ("\\text{Area: } 12", "12"), ("\\text{Minimum: } 1, \\text{ maximum: } 3", "1,3"),
-    ("\\frac{10!}{3!7!}", "\\binom{10}{3}")]
+    ("\\frac{10!}{3!7!}", "\\binom{10}{3}"),
+    ("12 mi/hr", "12 mph"), ("5 yd", "5 yards"), ("5 mi", "5 miles")]
 
 
 @pytest.mark.parametrize("a, b", SAME)
@@ -201,7 +202,8 @@ def test_the_same_answer_written_another_way(a, b):
     ("2\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
     ("1 \\text{ for all } x, 2", "1"), ("\\text{for all } x", "\\text{for all } y"),
     ("\\text{ratio: } 3:2", "2"), ("\\text{Area: } 12", "21"),
-    ("3! 7", "42")])
+    ("3! 7", "42"),
+    ("5 mi", "5 min"), ("5 mi", "5 minutes")])
 def test_another_answer(a, b):
     assert not is_equivalent(a, b) and not is_equivalent(b, a)
 
