@@ -461,11 +461,6 @@ def call_gathered(function, model, *args):
     return model.work(*args)
 
 
-def same_passes(model, mine: bool) -> bool:
-    """Whether all ranks say so, under FSDP: it gathers layer by layer, so every rank must make the same passes."""
-    return on_all_ranks(mine) if isinstance(model, FSDPModule) else mine
-
-
 @contextlib.contextmanager
 def gathered(model):
     """Gather all parameters once, so that ranks may call the model a different number of times: no collectives.
@@ -1382,7 +1377,7 @@ def hidden_states(model, input_ids, attention_mask, row, last):
     """
     ids = shift_left(input_ids, attention_mask, int(last.max()) + 1 if len(row) else 1)
     shared = prefix_to_share(ids) if can_share_prefixes(model) else 0
-    if same_passes(model, shared > 0):
+    if shared:
         hidden = read_prefixes_once(model, ids, shared)
     else:
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
@@ -1404,8 +1399,8 @@ def shift_left(input_ids, attention_mask, width: int):
 
 def can_share_prefixes(model) -> bool:
     """Can the KV cache of one row go to others? Recomputing activations switches it off; sliding windows and the like
-    have caches of other kinds."""
-    return (model.config._attn_implementation in ("sdpa", "eager")
+    have caches of other kinds. Several ranks would gather each layer twice, and hold all its gradients unsharded."""
+    return (world_size() == 1 and model.config._attn_implementation in ("sdpa", "eager")
             and takes(model, "position_ids") and takes(model, "past_key_values")  # GPT-1 would ignore a cache
             and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
             and all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers))
@@ -1555,7 +1550,9 @@ def head_is_sliceable(model) -> bool:
         return torch.allclose(logits, own_logits.float(), tolerance, tolerance) and bool(moved < 20 * tolerance)
     try:
         with evaluating(model):
-            model.head_is_sliceable = same_passes(model, call_gathered(compare, model, ids))
+            sliceable = call_gathered(compare, model, ids)
+        # FSDP gathers layer by layer, so all ranks must make the same passes.
+        model.head_is_sliceable = on_all_ranks(sliceable) if isinstance(model, FSDPModule) else sliceable
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, TypeError, RuntimeError):  # RuntimeError: hidden states of another width

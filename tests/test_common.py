@@ -328,20 +328,22 @@ def test_recomputed_activations_share_nothing(monkeypatch):
     torch.testing.assert_close(common.token_logprobs(model, ids, mask, completion.shape[1])[0], expected)
 
 
-def test_ranks_agree_on_their_passes_under_fsdp_alone(monkeypatch):
+def test_ranks_agree_on_the_head_under_fsdp_alone(monkeypatch):
+    """All must make the same passes there; a copy of the model on each rank (DDP) waits for nobody."""
     monkeypatch.setattr(common, "on_all_ranks", lambda mine: False)
-    model = torch.nn.Linear(1, 1)
-    assert common.same_passes(model, True)
-    monkeypatch.setattr(common, "FSDPModule", torch.nn.Linear)
-    assert not common.same_passes(model, True)
+    assert common.head_is_sliceable(random_model("Qwen2")[0])
+    monkeypatch.setattr(common, "FSDPModule", torch.nn.Module)
+    monkeypatch.setattr(common, "call_gathered", lambda function, *args: function(*args))
+    with pytest.warns(UserWarning, match="not a plain head"):
+        assert not common.head_is_sliceable(random_model("Qwen2")[0])
 
 
-def test_all_ranks_share_or_none(monkeypatch):
+def test_several_ranks_share_nothing(monkeypatch):
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
-    monkeypatch.setattr(common, "same_passes", lambda model, mine: False)
-    monkeypatch.setattr(common, "read_prefixes_once", None)
     model, _ = random_model("Qwen2")
-    model.head_is_sliceable = True
+    assert common.can_share_prefixes(model)
+    monkeypatch.setattr(common, "world_size", lambda: 2)
+    monkeypatch.setattr(common, "read_prefixes_once", None)
     ids, mask, completion = common.collate([[5, 6, 7, 8, 9, 10, 11, 12]] * 8, [[7, i] for i in range(8)], 0)
     common.token_logprobs(model, ids, mask, completion.shape[1])
 

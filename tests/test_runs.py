@@ -21,7 +21,7 @@ import common
 from helpers import ROOT, FakeRun, few_problems, fork_script, random_model, read_metrics, run_script
 
 SCRIPTS = ["grpo", "dapo", "dr_grpo", "ppo", "dpo", "dpo --on_policy", "reward_model"]
-# groups large enough to have their prefixes read once, few completions the same
+# groups large enough for one process to read their prefixes once, few completions the same
 LARGE_GROUPS = "grpo --prompts_per_step 8 --group_size 32 --max_new_tokens 12 --temperature 3"
 
 
@@ -555,7 +555,7 @@ def test_two_processes_give_the_numbers_of_one(script, whole_run, jobs, monkeypa
         for name in together.keys() - TIMING:
             assert together[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
     assert (folder / script / "model" / "model.safetensors").exists()
-    assert shared or script != LARGE_GROUPS  # it did read prefixes once
+    assert shared or script != LARGE_GROUPS  # the one process did read prefixes once
 
 
 @pytest.mark.parametrize("script", ["dpo --on_policy", "reward_model"])
