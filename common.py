@@ -1287,9 +1287,9 @@ def capture_step(model, forward, cache, mask, column: int) -> GraphStep | None:
 def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> torch.Tensor:
     """[n, V] logits -> [n] token ids: draws from softmax(logits / temperature), the likeliest where that is 0.
 
-    The draw is the first token whose cumulative probability exceeds the uniform number. Sums are float64, so that
-    tokens rarer than float32 can count keep their share. A float64 cumulative sum of the whole vocabulary would be slow
-    and large: first the draw's block of 512 tokens is found by the blocks' sums, then the token within the block.
+    The draw is the first token whose cumulative probability exceeds the uniform number. Cumulative sums are float64, so
+    that tokens rarer than float32 can count keep their share. One over the whole vocabulary would be slow and large:
+    first the draw's block of 512 tokens is found by the blocks' sums, then the token by the place within the block.
     """
     if temperature == 0:
         return logits.argmax(-1)
@@ -1300,12 +1300,13 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
     weights = logits.new_zeros(n, -(-V // size) * size)
     torch.exp(logits - logits.amax(-1, keepdim=True), out=weights[:, :V])
     weights = weights.view(n, -1, size)
-    below = weights.sum(-1, dtype=torch.float64).cumsum(-1)  # [n, blocks]
+    sums = weights.sum(-1).double()  # [n, blocks]
+    below = sums.cumsum(-1)
     threshold = just_below(uniforms[:, None] * below[:, -1:], below[:, -1:])  # [n, 1]
     block = torch.searchsorted(below, threshold, right=True).clamp(max=below.shape[1] - 1)  # beyond: NaN logits
-    threshold = threshold - F.pad(below, (1, 0)).gather(1, block)  # what is left of it in the block
+    place = (threshold - F.pad(below, (1, 0)).gather(1, block)) / sums.gather(1, block)  # in the block, 0 to 1
     below = weights[torch.arange(n, device=block.device), block[:, 0]].cumsum(-1, dtype=torch.float64)  # [n, size]
-    token = torch.searchsorted(below, just_below(threshold, below[:, -1:]), right=True)
+    token = torch.searchsorted(below, just_below(place * below[:, -1:], below[:, -1:]), right=True)
     return (block * size + token)[:, 0].clamp(max=V - 1)
 
 
