@@ -25,6 +25,7 @@ import ctypes
 import dataclasses
 import datetime
 import difflib
+import fcntl
 import functools
 import gzip
 import hashlib
@@ -2268,6 +2269,7 @@ class Run:
                   "max_bad_steps", "micro_batch_tokens", "gradient_checkpointing"}
 
     extra = {}  # numbers that a script keeps across --resume: assigned before `start`
+    lock = None  # this process's, on the directory of its run
 
     def __init__(self, cfg):
         """Check the output directory, join the other ranks, seed. Writes nothing yet."""
@@ -2327,10 +2329,11 @@ class Run:
         trained: name=(model, optimizer, schedule) for each model that trains. `data.position` is saved with them.
         """
         self.data, self.trained = data, trained
-        if self.cfg.resume:
-            self.load_checkpoint()
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
-            on_main_rank_first(self.drop_later_lines if self.cfg.resume else self.make_directory)
+            on_main_rank_first(self.lock_directory)
+            if self.cfg.resume:
+                self.load_checkpoint()
+            on_main_rank_first(self.drop_later_lines if self.cfg.resume else self.write_config)
         if not self.cfg.resume:
             self.save_checkpoint()
         if rank() == 0:
@@ -2361,11 +2364,27 @@ class Run:
             writer.flush()  # the run may be killed, or `launch` skip the interpreter's exit
         return log
 
-    def make_directory(self):
+    def lock_directory(self):
+        """Until `close`, or the end of the process, however it comes. The run's last process may still be ending."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.unlock_directory()
+        Run.lock = os.open(self.directory, os.O_RDONLY)
+        try:
+            fcntl.flock(Run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"--output_dir {self.directory}: another process is still at work on its run") from error
+        except OSError:  # a file system without locks
+            pass
+
+    def unlock_directory(self):
+        if Run.lock is not None:
+            os.close(Run.lock)
+        Run.lock = None
+
+    def write_config(self):
         if self.cfg.overwrite:
             for path in (self.directory / name for name in self.WRITES):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-        self.directory.mkdir(parents=True, exist_ok=True)
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
                                 cwd=Path(__file__).parent).stdout.strip() if shutil.which("git") else ""
         with open(self.directory / "config.json", "x") as file:  # fails where another run began a moment ago
@@ -2477,6 +2496,7 @@ class Run:
     def close(self) -> None:
         """End the progress bar and the second log: with several processes `launch` skips the interpreter's exit."""
         self.bar.close()
+        self.unlock_directory()
         if self.cfg.log_to == "wandb":
             import wandb
             wandb.finish()
@@ -2539,7 +2559,8 @@ class Run:
                 dcp.load(self.tensors(), checkpoint_id=path)
             for name, (_, optimizer, schedule) in self.trained.items():
                 schedule.load_state_dict(state["schedules"][name])
-                optimizer.param_groups[0]["lr"] = schedule.get_last_lr()[0]
+                lr = schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch)  # --steps may be another now
+                optimizer.param_groups[0]["lr"], schedule._last_lr = lr, [lr]
             self.next_step, self.data.position = state["next_step"], state["position"]
             self.bad_steps, self.extra = collections.Counter(state["bad_steps"]), state["extra"]
             torch.set_rng_state(state["random"])

@@ -1,4 +1,5 @@
 """What a run promises around its loop: clear errors, exact resumption, the same numbers on any number of processes."""
+import fcntl
 import importlib
 import json
 import os
@@ -347,6 +348,32 @@ def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
     (out / "metrics.jsonl").write_text("no metrics")
     afresh = run_script("grpo.py", "--steps", 1, *flags, "--overwrite")
     assert afresh.returncode == 0 and (out / "metrics.jsonl").read_text().startswith('{"step": 0')
+
+
+@pytest.mark.parametrize("schedule, rates", [("linear", [4, 2, 2, 1]), ("constant", [4, 4, 4, 4])])
+def test_a_run_made_longer_has_the_rates_of_its_new_length(schedule, rates, tmp_path):
+    """Linear over two steps: 4e-4, 2e-4, and 0 would be next. Over four: 4e-4, 3e-4, 2e-4, 1e-4."""
+    flags = ["--prompts_per_step", 2, "--group_size", 2, "--max_new_tokens", 4, "--lr", 4e-4, "--lr_schedule", schedule,
+             "--output_dir", tmp_path, "--eval_data", few_problems(tmp_path)]
+    for more in ["--steps", 2], ["--steps", 4, "--resume"]:
+        assert run_script("grpo.py", *flags, *more).returncode == 0
+    assert [metrics["lr"] for metrics in read_metrics(tmp_path)[1:]] == pytest.approx([rate * 1e-4 for rate in rates])
+
+
+def test_a_run_that_still_goes_on_is_left_alone(small, whole_run, tmp_path):
+    """A process that was told to stop first finishes its step: --resume or --overwrite must not write beside it."""
+    out, command = tmp_path / "run", [*small("dpo"), "--output_dir", tmp_path / "run"]
+    shutil.copytree(whole_run("dpo"), out)
+    before, going_on = (out / "metrics.jsonl").read_bytes(), os.open(out, os.O_RDONLY)
+    fcntl.flock(going_on, fcntl.LOCK_EX)  # as that process holds it
+    for flag in ("--resume", "--overwrite"):
+        done = run_script(*command, flag)
+        assert done.returncode == 2 and "another process is still at work on its run" in done.stderr, done.stderr
+        assert (out / "metrics.jsonl").read_bytes() == before and list(out.glob("checkpoint/step-*"))
+    os.close(going_on)
+    assert run_script(*command, "--resume").returncode == 0
+    fcntl.flock(going_on := os.open(out, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
+    os.close(going_on)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
