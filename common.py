@@ -347,6 +347,8 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
     """
     with one_line_errors(f"--model {name}: not a model that transformers can load"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **config_changes)
+        if cls is AutoModelForCausalLM and "ForSequenceClassification" in "".join(config.architectures or ()):
+            raise UserError(f"--model {name}: a classifier, as reward models are, and not a language model")
         saved_dtype = config.dtype or torch.float32
         for part in (config, config.get_text_config()):  # one object, unless the model reads more than text
             for key, value in part.to_dict().items():

@@ -146,6 +146,16 @@ def test_a_frozen_reward_model_needs_its_head(tmp_path):
         common.load_model(str(tmp_path), cpu, trainable=False, cls=common.AutoModelForSequenceClassification, num_labels=1)
 
 
+def test_a_reward_model_is_no_policy(tmp_path):
+    """With tied embeddings no weight of a language model is missing in it."""
+    config = random_model("Qwen2", tie_word_embeddings=True)[0].config
+    config.num_labels = 1
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(common.UserError, match="a classifier, as reward models are, and not a language model"):
+        common.load_model(str(tmp_path), cpu)
+    assert common.load_model(str(tmp_path), cpu, trainable=False, cls=common.AutoModelForSequenceClassification)
+
+
 def test_a_classifier_without_a_scalar_head(tmp_path):
     config = random_model("Bert")[0].config
     config.num_labels = 1
