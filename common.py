@@ -9,7 +9,7 @@
     rewards         load_reward
     verifiers       extract_answer, is_equivalent, format_reward
     evaluation      evaluate
-    the run         make_optimizer, optimizer_step, Meter, Run (metrics, checkpoints, signals)
+    the run         make_optimizer, Meter, Run (updates, metrics, checkpoints, signals)
 
 Shapes:  P prompts, G completions of each, N = P·G rows, L padded prompt length, T padded completion length,
          V vocabulary, H hidden size, B rows of a micro-batch.
@@ -163,6 +163,8 @@ def parse_config(Config, args: list[str]):
             raise UserError(f"--{name} {value}: must be {wanted}")
     if getattr(cfg, "minibatches", 1) > getattr(cfg, "prompts_per_step", 1) * getattr(cfg, "group_size", 1):
         raise UserError(f"--minibatches {cfg.minibatches}: more than the completions of a step")
+    if hasattr(cfg, "overlong_buffer") and cfg.overlong_buffer > max(cfg.max_new_tokens, Config.overlong_buffer):
+        raise UserError(f"--overlong_buffer {cfg.overlong_buffer}: more than --max_new_tokens {cfg.max_new_tokens}")
     return cfg
 
 
@@ -2561,8 +2563,9 @@ class Run:
                 dcp.load(self.tensors(), checkpoint_id=path)
             for name, (_, optimizer, schedule) in self.trained.items():
                 schedule.load_state_dict(state["schedules"][name])
-                lr = schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch)  # --steps may be another now
-                optimizer.param_groups[0]["lr"], schedule._last_lr = lr, [lr]
+                for factor in getattr(schedule, "lr_lambdas", ()):  # --steps may be another now
+                    schedule._last_lr = [schedule.base_lrs[0] * factor(schedule.last_epoch)]
+                optimizer.param_groups[0]["lr"] = schedule.get_last_lr()[0]
             self.next_step, self.data.position = state["next_step"], state["position"]
             self.bad_steps, self.extra = collections.Counter(state["bad_steps"]), state["extra"]
             torch.set_rng_state(state["random"])

@@ -100,7 +100,7 @@ def token_weights(mask: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 def unit_token_weights(mask: torch.Tensor, unit_of: torch.Tensor) -> torch.Tensor:
-    """--loss_average prompt or sequence: mean over the tokens of each unit, then over units. unit_of: [N] numbers."""
+    """--loss_average prompt or sequence: mean over the tokens of a unit, then over units, numbered in unit_of [N]."""
     units, unit_of = unit_of.unique(return_inverse=True)
     num_tokens = torch.zeros(len(units)).index_add(0, unit_of, mask.sum(dim=1).float().cpu()).to(mask.device)
     return mask / num_tokens[unit_of, None].clamp(min=1) / len(units)

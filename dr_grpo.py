@@ -30,7 +30,7 @@ class Config(common.RunConfig):
     format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
     minibatches: int = flag(1, "optimizer steps per pass over the rollout batch")
     updates_per_batch: int = flag(1, "μ: passes over the rollout batch, each in the same minibatches (paper: 1)")
-    clip_eps: float = flag(0.2, "ε: the ratio (of 1, with one update a rollout, the default) is clipped to 1 ± ε")
+    clip_eps: float = flag(0.2, "ε: the ratio is clipped to 1 ± ε; with one update a rollout, the default, nothing is")
     lr: float = flag(1e-4, "learning rate: 1e-6 for a real model (paper: 1e-6)")
     warmup_steps: int = flag(0, "updates of linear warm-up, the first at rate 0")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")

@@ -31,7 +31,7 @@ class Config(common.RunConfig):
     divide_by_std: bool = flag(True, "advantage (R − mean)/std, the paper's; --no_divide_by_std: R − mean")
     minibatches: int = flag(1, "optimizer steps per pass over the rollout batch")
     updates_per_batch: int = flag(1, "μ: passes over the rollout batch, each in the same minibatches (paper: 1)")
-    clip_eps: float = flag(0.2, "ε: the ratio (of 1, with one update a rollout, the default) is clipped to 1 ± ε")
+    clip_eps: float = flag(0.2, "ε: the ratio is clipped to 1 ± ε; with one update a rollout, the default, nothing is")
     kl_coef: float = flag(0.04, "β: weight of the KL to the reference; 0 loads no reference (paper: 0.04)")
     lr: float = flag(1e-4, "learning rate: 1e-6 for a real model (paper: 1e-6)")
     warmup_steps: int = flag(0, "updates of linear warm-up, the first at rate 0")
@@ -45,7 +45,7 @@ def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch
     """
     rewards = rewards - rewards[:, :1]  # equal rewards are 0 from here on, free of any rounding of their mean
     advantages = rewards - rewards.mean(dim=1, keepdim=True)
-    if divide_by_std:  # section 4.1.2; here the sample's, n − 1
+    if divide_by_std:  # section 4.1.2; here the sample standard deviation, n − 1
         advantages = advantages / (rewards.std(dim=1, keepdim=True, correction=min(1, rewards.shape[1] - 1)) + 1e-6)
     return advantages
 

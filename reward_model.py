@@ -144,7 +144,7 @@ def main(cfg: Config) -> None:
         run.end_step(step, metrics)
 
     # A Bradley–Terry score has no zero of its own. Put it at the mean chosen answer: the head has no bias, so
-    # model/config.json keeps the shift, and ppo.py subtracts it.
+    # model/config.json keeps the shift, and --reward subtracts it.
     batch, blocks, _ = common.collate_preferences(data.items[:2000], pad_id, run.device)
     scores = common.all_scores(model, batch, blocks, cfg.micro_batch_tokens)
     model.config.reward_shift = scores[[rows[0] for rows in blocks]].mean().item()

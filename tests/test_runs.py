@@ -153,6 +153,13 @@ def test_bad_clip_of_dapo(fails):
     assert "--clip_low 2.0: must be between 0 and 1" in fails("--clip_low", 2, script="dapo")
 
 
+def test_an_overlong_buffer_longer_than_the_completions(fails):
+    """The paper's 4,096 with a shorter limit: an empty completion would be punished already. (The default is let be.)"""
+    assert "--overlong_buffer 100: more than --max_new_tokens 40" in fails("--overlong_buffer", 100, script="dapo")
+    import dapo
+    assert common.parse_config(dapo.Config, ["--max_new_tokens", "6"]).overlong_buffer == 8
+
+
 def test_bad_reward_file(fails, tmp_path):
     path = write(tmp_path / "reward.py", "value = 3\n")
     assert "has no function missing" in fails("--reward", f"{path}:missing")
