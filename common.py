@@ -2294,7 +2294,7 @@ class Run:
     def check_directory(self):
         """Nothing that is there may be lost: --resume continues this very run, --overwrite replaces only a run."""
         cfg, directory, config = self.cfg, self.directory, self.directory / "config.json"
-        with one_line_errors(f"--output_dir {directory}: not usable"):  # its name too long, its config.json damaged
+        with one_line_errors(f"--output_dir {directory}: not usable, or its config.json damaged"):  # too long
             ancestor = next(path for path in [directory, *directory.absolute().parents] if path.exists())
             saved = json.loads(config.read_text()) if config.exists() else {}
             script, flags = saved.get("script"), saved.get("flags")  # a model's config.json has neither
