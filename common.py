@@ -2273,7 +2273,7 @@ class Run:
                   "max_bad_steps", "micro_batch_tokens", "gradient_checkpointing"}
 
     extra = {}  # numbers that a script keeps across --resume: assigned before `start`
-    lock = None  # this process's, on the directory of its run
+    lock = None  # process 0's file
 
     def __init__(self, cfg):
         """Check the output directory, join the other ranks, seed. Writes nothing yet."""
@@ -2371,19 +2371,13 @@ class Run:
     def lock_directory(self):
         """Until `close`, or the end of the process, however it comes. The run's last process may still be ending."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.unlock_directory()
-        Run.lock = os.open(self.directory, os.O_RDONLY)
+        self.lock = open(self.directory / ".lock", "a")
         try:
-            fcntl.flock(Run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by what is forked
         except BlockingIOError as error:
             raise UserError(f"--output_dir {self.directory}: another process is still at work on its run") from error
         except OSError:  # a file system without locks
             pass
-
-    def unlock_directory(self):
-        if Run.lock is not None:
-            os.close(Run.lock)
-        Run.lock = None
 
     def write_config(self):
         if self.cfg.overwrite:
@@ -2500,7 +2494,8 @@ class Run:
     def close(self) -> None:
         """End the progress bar and the second log: with several processes `launch` skips the interpreter's exit."""
         self.bar.close()
-        self.unlock_directory()
+        if self.lock:
+            self.lock.close()
         if self.cfg.log_to == "wandb":
             import wandb
             wandb.finish()

@@ -1,5 +1,4 @@
 """What a run promises around its loop: clear errors, exact resumption, the same numbers on any number of processes."""
-import fcntl
 import importlib
 import json
 import os
@@ -371,16 +370,18 @@ def test_a_run_that_still_goes_on_is_left_alone(small, whole_run, tmp_path):
     """A process that was told to stop first finishes its step: --resume or --overwrite must not write beside it."""
     out, command = tmp_path / "run", [*small("dpo"), "--output_dir", tmp_path / "run"]
     shutil.copytree(whole_run("dpo"), out)
-    before, going_on = (out / "metrics.jsonl").read_bytes(), os.open(out, os.O_RDONLY)
-    fcntl.flock(going_on, fcntl.LOCK_EX)  # as that process holds it
+    before = (out / "metrics.jsonl").read_bytes()
+    lock = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB); print()"
+    going_on = subprocess.Popen([sys.executable, "-c", f"{lock}; input()", out / ".lock"],
+                                stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # as that process holds it
+    going_on.stdout.readline()
     for flag in ("--resume", "--overwrite"):
         done = run_script(*command, flag)
         assert done.returncode == 2 and "another process is still at work on its run" in done.stderr, done.stderr
         assert (out / "metrics.jsonl").read_bytes() == before and list(out.glob("checkpoint/step-*"))
-    os.close(going_on)
+    going_on.communicate(b"\n")
     assert run_script(*command, "--resume").returncode == 0
-    fcntl.flock(going_on := os.open(out, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
-    os.close(going_on)
+    subprocess.run([sys.executable, "-c", lock, out / ".lock"], check=True)  # free again
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
