@@ -55,10 +55,10 @@ def ranking_loss(rewards: torch.Tensor):
 def calibration_error(differences: torch.Tensor, bins: int = 10) -> float:
     """Score differences [n] of (chosen − rejected) -> expected calibration error: does σ(Δ) = 0.8 mean 80% preferred?
 
-    Each pair is read in the direction the model prefers: confidence σ(|Δ|), right where Δ > 0. The mean gap between
-    confidence and share right, over bins of confidence, weighted by their sizes.
+    Each pair is read in the direction the model prefers: confidence σ(|Δ|), right where Δ > 0, half right in a tie. The
+    mean gap between confidence and share right, over bins of confidence, weighted by their sizes.
     """
-    confidence, right = torch.sigmoid(differences.abs()), (differences > 0).float()
+    confidence, right = torch.sigmoid(differences.abs()), torch.heaviside(differences, differences.new_tensor(0.5))
     bin_of = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
     gaps = [(confidence[bin_of == b].mean() - right[bin_of == b].mean()).abs() * (bin_of == b).float().mean()
             for b in bin_of.unique()]

@@ -44,6 +44,7 @@ def test_calibration_error():
     """Δ = 0 is σ = .5: preferred half of the time it is calibrated, always preferred it is off by .5."""
     assert reward_model.calibration_error(torch.tensor([1e-9, -1e-9])) == pytest.approx(0.0, abs=1e-6)
     assert reward_model.calibration_error(torch.tensor([1e-9, 1e-9])) == pytest.approx(0.5, abs=1e-6)
+    assert reward_model.calibration_error(torch.zeros(3)) == pytest.approx(0.0, abs=1e-6)  # ties
     assert reward_model.calibration_error(torch.full((4,), 50.0)) == pytest.approx(0.0, abs=1e-6)
     # σ = .62, always preferred, and σ = .68, never: bins of width .05 tell them apart, ½·.38 + ½·.68
     assert reward_model.calibration_error(torch.tensor([0.62, 0.32]).logit()) == pytest.approx(0.53, abs=1e-6)
