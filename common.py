@@ -1105,8 +1105,8 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     masked = not mask.all()
     cache = DynamicCache(config=model.config)
     cache_name = next((name for name in ("past_key_values", "cache_params") if takes(model, name)), None)
-    if cache_name is None:  # its **kwargs would swallow a cache
-        raise UserError(f"{type(model).__name__} takes no KV cache, so it cannot be sampled from")
+    if cache_name is None or not model._supports_default_dynamic_cache():  # **kwargs would swallow it; MiniMax, xLSTM
+        raise UserError(f"{type(model).__name__} takes no DynamicCache, so it cannot be sampled from")
     has_positions = takes(model, "position_ids")
 
     def forward(ids, mask, positions):
