@@ -913,10 +913,11 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
     answers = [answer for preference in kept for answer in preference.answers]
     with one_line_errors(f"{what}: the tokenizer cannot read an answer"):
         ids = iter(tokenizer(answers, add_special_tokens=False)["input_ids"] if answers else ())
-    cut = 0
+    cut, eos = 0, tokenizer.eos_token_id
     for preference in kept:
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
-        whole = [next(ids) + [tokenizer.eos_token_id] for _ in preference.answers]
+        whole = [next(ids) for _ in preference.answers]
+        whole = [answer + [eos] * (answer[-1:] != [eos]) for answer in whole]  # some data has it already
         preference.answer_ids = [answer[:room] for answer in whole]
         cut += sum(len(answer) > room for answer in whole)
     if cut:

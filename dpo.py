@@ -40,6 +40,9 @@ class Config(common.RunConfig):
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
 
 
+AT_ONCE = 1000  # preferences whose log-probs are worked out together
+
+
 def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta: float, label_smoothing: float = 0.0):
     """Sequence log-probs [B] each -> (losses [B], stats). Both refs None: reference-free.
 
@@ -68,11 +71,15 @@ def all_sequence_logprobs(model, batch, blocks, cfg: Config) -> torch.Tensor:
 def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, device) -> dict[str, float]:
     """Greedy accuracy on the problems; how often the implicit reward β(log π − log π_ref) orders a pair right."""
     metrics = common.evaluate(policy, tokenizer, problems, score, cfg)
-    if preferences:
-        batch, blocks, pairs = common.collate_preferences(preferences, tokenizer.pad_token_id, device)
-        rewards = all_sequence_logprobs(policy, batch, blocks, cfg) - reference_logprobs(preferences, device)  # [N]
+    right = []
+    for start in range(0, len(preferences), AT_ONCE):  # as their reference log-probs: until it moves, exact ties
+        some = preferences[start:start + AT_ONCE]
+        batch, blocks, pairs = common.collate_preferences(some, tokenizer.pad_token_id, device)
+        rewards = all_sequence_logprobs(policy, batch, blocks, cfg) - reference_logprobs(some, device)  # [N]
         better, worse = rewards[pairs].unbind(1)
-        metrics["eval_pair_accuracy"] = torch.heaviside(better - worse, better.new_tensor(0.5)).mean().item()  # tie: ½
+        right.append(torch.heaviside(better - worse, better.new_tensor(0.5)))  # tie: ½
+    if right:
+        metrics["eval_pair_accuracy"] = torch.cat(right).mean().item()
     return metrics
 
 
@@ -104,11 +111,11 @@ def main(cfg: Config) -> None:
         items = [pair for ranking in rankings for pair in ranking.split()]  # all the pairs of a ranking
     data = common.Shuffled(items, cfg.seed)
 
-    # The reference is the policy before its first update. So its log-probs are computed here, once, 1,000 pairs at a
-    # time, and one model is all that stays in memory.
+    # The reference is the policy before its first update. So its log-probs are computed here, once, and one model is
+    # all that stays in memory.
     for preferences in ([] if cfg.on_policy else data.first(cfg.steps * cfg.pairs_per_step), eval_preferences):
-        for start in range(0, len(preferences), 1000):
-            some = preferences[start:start + 1000]
+        for start in range(0, len(preferences), AT_ONCE):
+            some = preferences[start:start + AT_ONCE]
             batch, blocks, _ = common.collate_preferences(some, tokenizer.pad_token_id, run.device)
             logprobs = all_sequence_logprobs(None if cfg.reference_free else policy, batch, blocks, cfg).tolist()
             for preference, rows in zip(some, blocks):

@@ -171,7 +171,7 @@ def adapted_kl_coef(kl_coef: float, kl: float, target: float) -> float:
 def main(cfg: Config) -> None:
     check(cfg)
     run = common.Run(cfg)
-    score = common.load_reward(cfg)
+    score = common.load_reward(dataclasses.replace(cfg, format_reward=0.0))  # added to the normalized score, below
     problems, eval_problems = common.read_train_and_eval(cfg)
     policy, tokenizer = common.load_policy(cfg, run.device)
     reference = common.load_reference(cfg, run.device) if cfg.kl_coef > 0 else None
@@ -198,8 +198,13 @@ def main(cfg: Config) -> None:
         # 2. Score.
         rewards, correct = score(batch, rollout)  # [N, 1] each
         if step == 1 and common.is_reward_model(cfg.reward) and cfg.normalize_scores:
-            run.extra |= {"score_mean": rewards.mean().item(), "score_std": rewards.std(correction=0).item() or 1.0}
+            std = rewards.std(correction=0).item() if rewards.max() > rewards.min() else 1.0  # of equal ones: rounding
+            run.extra |= {"score_mean": rewards.mean().item(), "score_std": std}
         rewards = (rewards - run.extra["score_mean"]) / run.extra["score_std"]
+        if cfg.format_reward > 0:
+            well_formed = [[common.format_reward(problem.opening + completion)]
+                           for problem, completion in zip(batch, rollout.completions)]
+            rewards += cfg.format_reward * torch.tensor(well_formed, device=run.device)
         if cfg.missing_eos_score != "none":
             rewards = rewards.where(rollout.finished[:, None], rewards.clamp(max=float(cfg.missing_eos_score)))
 

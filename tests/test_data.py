@@ -412,6 +412,13 @@ def test_a_cut_answer_has_no_eos(capsys):
     assert "cut 1 of 2 answers" in capsys.readouterr().err
 
 
+def test_an_answer_that_brings_its_eos_gets_no_second_one():
+    tokenizer = common.tiny_tokenizer()
+    preference = common.Preference("1", [], ["46<eos>", "4"], [], [2.0, 1.0])
+    common.encode_preferences([preference], tokenizer, encode_config(), "--data")
+    assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<eos>", "4<eos>"]
+
+
 def test_preferences_have_no_default_system_prompt():
     tokenizer = common.tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

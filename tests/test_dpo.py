@@ -272,3 +272,11 @@ def test_the_built_in_evaluation_is_on_held_out_problems(tmp_path, monkeypatch):
     done = run_script("dpo.py", "--steps", 1, "--pairs_per_step", 2, "--output_dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert {p.prompt for p in asked} == {row["prompt"] for row in common.arithmetic_rows(2, "eval")}
+
+
+def test_before_the_first_update_all_held_out_pairs_tie(tmp_path, monkeypatch):
+    """Policy and reference are one, and their log-probs are worked out in the same micro-batches: no rounding."""
+    monkeypatch.setattr(dpo, "AT_ONCE", 7)
+    done = run_script("dpo.py", "--steps", 1, "--pairs_per_step", 2, "--lr", 0, "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert [line["eval_pair_accuracy"] for line in read_metrics(tmp_path / "run")] == [0.5, 0.5]

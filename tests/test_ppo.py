@@ -314,9 +314,10 @@ def test_any_micro_batch_size_gives_the_same_gradients(max_tokens):
 
 # -------------------------------------------------------------------------------------------------- reward models
 
-def save_reward_model(directory, shift=0.0):
+def save_reward_model(directory, shift=0.0, size=1.0):
     model, tokenizer = random_critic("Llama")
     model.config.reward_shift = shift
+    model.score.weight.data *= size
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return model
@@ -402,6 +403,37 @@ def test_a_run_with_a_reward_model(tmp_path, normalize):
     _, first, second = read_metrics(tmp_path / "run")
     assert 0 < first["accuracy"] < 1 and (abs(first["reward"]) < 1e-5) == normalize
     assert 1e-4 < abs(second["reward"] - first["reward"]) < 1  # the same scale, and not a mean of its own
+
+
+def test_the_format_reward_keeps_its_weight_beside_normalised_scores(tmp_path):
+    """A head a hundred times as large gives the same normalised scores, and 0.5 is added to the well-formed ones."""
+    rewards = {}
+    for size in (1.0, 100.0):
+        save_reward_model(tmp_path / f"rm-{size}", size=size)
+        for weight in (0.0, 0.5):
+            out = tmp_path / f"run-{size}-{weight}"
+            done = run_script("ppo.py", "--steps", 1, "--prompts_per_step", 16, "--reward", tmp_path / f"rm-{size}",
+                              "--output_dir", out, "--eval_data", few_problems(tmp_path), "--format_reward", weight,
+                              "--max_new_tokens", 24, "--missing_eos_score", "none")
+            assert done.returncode == 0, done.stderr
+            lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+            rewards[size, weight] = torch.tensor([line["reward"] for line in lines])
+    formed = torch.tensor([common.format_reward(line["completion"]) for line in lines])
+    assert formed.any()
+    for size in (1.0, 100.0):
+        torch.testing.assert_close(rewards[size, 0.5], rewards[1.0, 0.0] + 0.5 * formed, rtol=1e-3, atol=1e-4)
+
+
+def test_equal_scores_have_no_spread(tmp_path, monkeypatch):
+    """Twelve equal scores, whose std float32 takes for 3e-8: each is worth 0, not a rounding error blown up."""
+    scores = torch.full((12, 1), 0.1)
+    assert scores.std(correction=0) > 0 and (scores - scores.mean()).any()
+    save_reward_model(tmp_path / "rm")
+    monkeypatch.setattr(common, "load_reward", lambda cfg: lambda problems, rollout: (scores, scores > 0))
+    done = run_script("ppo.py", "--steps", 1, "--prompts_per_step", 12, "--reward", tmp_path / "rm", "--output_dir",
+                      tmp_path / "run", "--missing_eos_score", "none", "--data", few_problems(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert abs(read_metrics(tmp_path / "run")[1]["reward"]) < 1e-6
 
 
 def test_a_directory_that_is_no_reward_model_is_refused_by_name(tmp_path, policy_directory):
