@@ -1,6 +1,7 @@
 """Small random models of many architectures, ways to run a script, and the plain algorithms' parts to check it by."""
 import collections
 import contextlib
+import copy
 import importlib
 import io
 import json
@@ -133,9 +134,10 @@ def read_metrics(directory) -> list[dict]:
 # ------------------------------------------------- a run against the plain algorithm, one completion at a time
 
 def record_run(monkeypatch, script: str, directory, *flags) -> list:
-    """Run a script in this process -> for each of its steps what chance decided and what came of it: the `batches` of
-    data, the sampled `rollouts`, the `orders` that `torch.randperm` dealt rows in; what each of its `updates`
-    (`Run.optimizer_step`) returned, and its line of `metrics`."""
+    """Run a script in this process -> for each of its steps the `state` that it begins with (for `begin_with`), what
+    chance decided and what came of it: the `batches` of data, the sampled `rollouts`, the `orders` that
+    `torch.randperm` dealt rows in; what each of its `updates` (`Run.optimizer_step`) returned, and its line of
+    `metrics`."""
     module, steps, run_steps = importlib.import_module(script.removesuffix(".py")), [], common.Run.steps
 
     def recorded(name, function):
@@ -149,7 +151,8 @@ def record_run(monkeypatch, script: str, directory, *flags) -> list:
 
     def recorded_steps(run):
         for step in run_steps(run):
-            steps.append(SimpleNamespace(batches=[], rollouts=[], orders=[], updates=[]))
+            state = [(m.state_dict(), optimizer.state_dict()["state"]) for m, optimizer, _ in run.trained.values()]
+            steps.append(SimpleNamespace(state=copy.deepcopy(state), batches=[], rollouts=[], orders=[], updates=[]))
             yield step
 
     monkeypatch.setattr(common.Run, "steps", recorded_steps)
@@ -163,6 +166,14 @@ def record_run(monkeypatch, script: str, directory, *flags) -> list:
     for step, metrics in zip(steps, read_metrics(directory)[1:], strict=True):
         step.metrics = metrics
     return steps
+
+
+def begin_with(step, *plain) -> None:
+    """Set (model, optimizer), of each network that trains, to what the run began the step with. Left alone, the two
+    would drift apart: AdamW turns the rounding of a gradient that is nearly 0 into a change of size lr."""
+    for (model, optimizer), (weights, moments) in zip(plain, step.state, strict=True):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
 
 
 def load_tiny_model():

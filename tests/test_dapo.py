@@ -9,7 +9,7 @@ import torch
 import common
 import dapo
 import grpo
-from helpers import (ROOT, assert_metrics, assert_same_weights, is_right, load_tiny_model, plain_finished,
+from helpers import (ROOT, assert_metrics, assert_same_weights, begin_with, is_right, load_tiny_model, plain_finished,
                      plain_logprobs, plain_update, random_model, read_metrics, record_run, run_script)
 
 
@@ -190,6 +190,7 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
     policy = load_tiny_model()
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for step in steps:
+        begin_with(step, (policy, optimizer))
         drawn = [(rollout, i) for rollout in step.rollouts for i in range(len(rollout.mask))]
         lengths = torch.tensor([int(rollout.lengths[i]) for rollout, i in drawn])
         finished = torch.cat([plain_finished(rollout) for rollout in step.rollouts])

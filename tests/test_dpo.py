@@ -9,8 +9,8 @@ import torch
 
 import common
 import dpo
-from helpers import (assert_metrics, assert_same_weights, distributions, is_right, load_tiny_model, plain_logprobs,
-                     plain_update, random_model, read_metrics, record_run, run_script)
+from helpers import (assert_metrics, assert_same_weights, begin_with, distributions, is_right, load_tiny_model,
+                     plain_logprobs, plain_update, random_model, read_metrics, record_run, run_script)
 
 
 def test_the_loss_is_ln_2_at_the_start_and_by_hand():
@@ -113,6 +113,7 @@ def test_every_update_is_that_of_the_plain_algorithm(reference_free, tmp_path, m
         return 0.3 * (log_ratio(chosen) - log_ratio(rejected))
 
     for step in steps:
+        begin_with(step, (policy, optimizer))
         [pairs] = step.batches
         margins = torch.stack([margin(pair) for pair in pairs])
         losses = -0.9 * margins.sigmoid().log() - 0.1 * (-margins).sigmoid().log()  # cDPO: 10% are the wrong way round
@@ -141,6 +142,7 @@ def test_every_update_on_policy_is_that_of_the_plain_algorithm(reference_free, t
     policy, reference = load_tiny_model(), load_tiny_model()
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for step in steps:
+        begin_with(step, (policy, optimizer))
         [rollout] = step.rollouts
         right = [is_right(rollout, i) for i in range(24)]
         pairs = [(i, i + 1) if right[i] else (i + 1, i) for i in range(0, 24, 2) if right[i] != right[i + 1]]

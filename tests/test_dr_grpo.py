@@ -8,8 +8,8 @@ import torch
 import common
 import dr_grpo
 import grpo
-from helpers import (ROOT, assert_metrics, assert_same_weights, is_right, load_tiny_model, plain_logprobs, plain_update,
-                     random_model, record_run)
+from helpers import (ROOT, assert_metrics, assert_same_weights, begin_with, is_right, load_tiny_model, plain_logprobs,
+                     plain_update, random_model, record_run)
 
 
 def test_the_diff_to_grpo_is_the_papers_list_of_changes():
@@ -74,6 +74,7 @@ def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     rates = iter(2e-4 * (1 - n / 8) for n in range(8))  # to 0 over all the updates
     for step in steps:
+        begin_with(step, (policy, optimizer))
         [rollout], [order] = step.rollouts, step.orders
         rewards = torch.tensor([float(is_right(rollout, i)) for i in range(16)])
         advantages = (rewards.view(4, 4) - rewards.view(4, 4).mean(1, keepdim=True)).flatten()

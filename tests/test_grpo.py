@@ -7,7 +7,7 @@ import torch
 
 import common
 import grpo
-from helpers import (ROOT, assert_metrics, assert_same_weights, is_right, load_tiny_model, plain_entropies,
+from helpers import (ROOT, assert_metrics, assert_same_weights, begin_with, is_right, load_tiny_model, plain_entropies,
                      plain_finished, plain_logprobs, plain_update, random_model, read_metrics, record_run, run_script)
 
 
@@ -179,6 +179,7 @@ def test_every_update_is_that_of_the_plain_algorithm(divide, beta, longest, tmp_
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     rates = iter([0, 1e-4] + [2e-4] * 6)  # of eight updates, the first two of them warm-up
     for step in steps:
+        begin_with(step, (policy, optimizer))
         [rollout], [order] = step.rollouts, step.orders
         right = torch.tensor([float(is_right(rollout, i)) for i in range(16)])
         well_formed = torch.tensor([float(bool(re.fullmatch(

@@ -12,9 +12,9 @@ from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassificati
 
 import common
 import ppo
-from helpers import (assert_metrics, assert_same_weights, few_problems, is_right, load_tiny_model, plain_entropies,
-                     plain_finished, plain_logprobs, plain_update, random_model, read_metrics, record_run, row_alone,
-                     run_script)
+from helpers import (assert_metrics, assert_same_weights, begin_with, few_problems, is_right, load_tiny_model,
+                     plain_entropies, plain_finished, plain_logprobs, plain_update, random_model, read_metrics,
+                     record_run, row_alone, run_script)
 
 LENGTHS = [6, 3, 1, 0]  # masks that end early, and a completion without tokens
 MASK = torch.arange(6) < torch.tensor(LENGTHS)[:, None]
@@ -481,6 +481,7 @@ def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, mi
     torch.nn.init.zeros_(critic.score.weight)
     optimizer, critic_optimizer = (torch.optim.AdamW(m.parameters(), weight_decay=0.0) for m in (policy, critic))
     for step in steps:
+        begin_with(step, (policy, optimizer), (critic, critic_optimizer))
         [rollout], [order] = step.rollouts, step.orders
         right, finished = [float(is_right(rollout, i)) for i in range(12)], plain_finished(rollout)
         scores = [right[i] if finished[i] or missing is None else missing for i in range(12)]

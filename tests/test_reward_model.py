@@ -9,7 +9,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import common
 import reward_model
-from helpers import assert_metrics, assert_same_weights, plain_update, random_model, read_metrics, record_run, run_script
+from helpers import (assert_metrics, assert_same_weights, begin_with, plain_update, random_model, read_metrics,
+                     record_run, run_script)
 
 
 def test_preference_loss_by_hand():
@@ -141,6 +142,7 @@ def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
 
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     for step, lr in zip(steps, (0.0, 0.5e-3, 1e-3, 0.5e-3), strict=True):  # two updates of warm-up, then down
+        begin_with(step, (model, optimizer))
         [drawn] = step.batches
         pairs = [pair for preference in drawn for pair in pairs_of(next(r for r in ROWS if r["prompt"] == preference.prompt))]
         loss = sum(-(better - worse - margin).sigmoid().log() + 0.1 * (better + worse) ** 2
