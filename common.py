@@ -21,6 +21,7 @@ rows, `micro_batches` deals this rank's share of the update, and gradients are s
 import cmath
 import collections
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import datetime
@@ -40,7 +41,6 @@ import os
 import random
 import re
 import resource
-import runpy
 import shutil
 import signal
 import subprocess
@@ -145,8 +145,10 @@ def parse_config(Config, args: list[str]):
             raise UserError(f"{args[0]}: {problem}")
         if not isinstance(settings, dict):
             raise UserError(f"{args[0]}: want a mapping from flag names to values")
+        switches = {name for name, value in settings.items() if value is True and name.startswith("no_")}
         # left empty: the default
-        args = [f"--{name}={value}" for name, value in settings.items() if value is not None] + args[1:]
+        args = [f"--{name}" if name in switches else f"--{name}={value}" for name, value in settings.items()
+                if value is not None] + args[1:]
     cfg, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
         names = [field.name for field in dataclasses.fields(Config)]
@@ -738,7 +740,8 @@ def encode(tokenizer, text: str, templated: bool = False) -> list[int]:
     ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
     if not templated and ids[:2] == [tokenizer.bos_token_id] * 2:  # the text had its own
         ids = ids[1:]
-    if not templated and ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
+    eos = tokenizer.eos_token_id
+    if not templated and ids[-1:] == [eos] and (ids[-2:-1] == [eos] or not text.endswith(tokenizer.eos_token)):
         ids = ids[:-1]
     return ids
 
@@ -1770,17 +1773,21 @@ def load_reward_function(spec: str):
         raise UserError(f"--reward {spec}: no file {path}")
     try:
         sys.path.append(str(Path(path).resolve().parent))  # for what it imports
-        function = runpy.run_path(path).get(name)
+        stem = Path(path).stem
+        source = importlib.util.spec_from_file_location(stem + "_" * (stem in sys.modules), path)
+        module = sys.modules[source.name] = importlib.util.module_from_spec(source)  # where pickle looks for what it has
+        source.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's own code: anything can come out of it
         raise UserError(f"--reward {spec}: {path} does not load: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"--reward {spec}: {path} has no function {name}")
 
     def judge(problem, completion):
         try:
-            reward = function(problem.prompt, completion, dict(problem.row))
+            reward = function(problem.prompt, completion, copy.deepcopy(problem.row))
         except (Exception, SystemExit) as error:
-            lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]  # of the file
+            lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == source.origin]
             line = f" (line {lines[-1]})" if lines else ""
             raise UserError(f"--reward {spec} raised {type(error).__name__}: {error}{line}, on row "
                             f"{problem.row!r:.300}, completion {completion!r:.200}") from error
@@ -2350,6 +2357,9 @@ class Run:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the last when the terminal goes, but for nohup
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.note_signal)
+        # What a reward function forks: Process.terminate() ends it; Ctrl-C, which goes to all, does not end the step.
+        os.register_at_fork(after_in_child=functools.partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
+        os.register_at_fork(after_in_child=functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN))
         self.bar = tqdm(total=self.cfg.steps, initial=max(0, self.next_step - 1), desc=self.script, unit="step",
                         disable=rank() > 0, dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 30)
 
@@ -2403,7 +2413,7 @@ class Run:
     def steps(self):
         """The numbers of the steps still to do, from 1."""
         for step in range(max(1, self.next_step), self.cfg.steps + 1):
-            self.began = time.perf_counter()
+            self.began, self.began_with = time.perf_counter(), (self.data.position, torch.get_rng_state())
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             yield step
@@ -2435,6 +2445,8 @@ class Run:
             self.bad_steps[name] += 1
             say(f"{name}: loss {loss}, gradient norm {norm}: update skipped ({self.bad_steps[name]} in a row)")
             if self.bad_steps[name] >= self.cfg.max_bad_steps:
+                self.data.position, state = self.began_with  # --resume does this step again
+                torch.set_rng_state(state)
                 self.save_checkpoint()
                 raise TrainingFailed(
                     f"{name}: {self.bad_steps[name]} updates in a row had a non-finite loss or gradient; saved. "

@@ -122,6 +122,7 @@ class FakeRun(common.Run):
 
     def __init__(self, cfg, **trained):
         self.cfg, self.trained, self.bad_steps, self.saved = cfg, trained, collections.Counter(), False
+        self.data, self.began_with = SimpleNamespace(), (0, torch.get_rng_state())
 
     def save_checkpoint(self):
         self.saved = True

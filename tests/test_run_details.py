@@ -131,6 +131,20 @@ def test_all_the_state_comes_back(tmp_path, monkeypatch):
     assert [p.name for p in again.checkpoints()] == ["step-000001"]
 
 
+def test_a_step_that_is_given_up_is_done_again(tmp_path, monkeypatch):
+    """With the same rows and random numbers, whether or not the step before was saved."""
+    run, model, optimizer, schedule = begin(tmp_path, monkeypatch, max_bad_steps=1)
+    run.data.next(2)
+    run.next_step = 2
+    step = next(run.steps())
+    drawn = run.data.next(2), torch.rand(1)
+    (model(torch.ones(1, 2)).sum() * float("nan")).backward()
+    with pytest.raises(common.TrainingFailed, match="saved"):
+        run.optimizer_step(model, optimizer, schedule, torch.tensor(0.0))
+    again = begin(tmp_path, monkeypatch, resume=True)[0]
+    assert (again.next_step, again.data.next(2), torch.rand(1)) == (step, *drawn)
+
+
 def test_a_failed_save_leaves_the_last_checkpoint_alone(tmp_path, monkeypatch):
     run = begin(tmp_path, monkeypatch)[0]
     run.next_step = 1

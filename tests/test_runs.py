@@ -181,9 +181,45 @@ def test_a_reward_function_that_fails_names_the_row(tmp_path, body, message):
 
 
 def test_a_reward_function_can_not_change_the_row_for_later_calls(tmp_path):
-    path = write(tmp_path / "reward.py", "def f(prompt, completion, row):\n    return row.pop('answer') == completion\n")
-    judge, problem = common.load_reward_function(f"{path}:f"), common.Problem("1+1=?", [], "2", {"answer": "2"})
-    assert [judge(problem, "2"), judge(problem, "2")] == [1.0, 1.0]
+    path = write(tmp_path / "reward.py", "def f(prompt, completion, row):\n"
+                 "    row['extra'].append(completion)\n    return len(row['extra']) + (row.pop('answer') == completion)\n")
+    judge = common.load_reward_function(f"{path}:f")
+    problem = common.Problem("1+1=?", [], "2", {"answer": "2", "extra": []})
+    assert [judge(problem, "2"), judge(problem, "2")] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["rewards", "json"])  # the second is that of a module
+def test_a_reward_file_is_a_module_whose_parts_can_be_pickled(name, tmp_path):
+    """As multiprocessing does."""
+    path = write(tmp_path / f"{name}.py", "import pickle\nclass Own:\n    pass\n"
+                 "def f(prompt, completion, row): return type(pickle.loads(pickle.dumps(Own()))) is Own\n")
+    assert common.load_reward_function(f"{path}:f")(common.Problem("1+1=?", [], "2", {}), "") == 1.0
+    assert json.loads("1") == 1
+
+
+def test_a_process_that_a_reward_function_forks_can_be_ended(tmp_path):
+    """`terminate` is how a time limit is kept: that signal is not the run's. Ctrl-C goes to all processes of a terminal:
+    the run finishes its step, so what its reward needs must go on."""
+    path = write(tmp_path / "reward.py", """
+import multiprocessing, os, signal, time
+def child(ready):
+    os.kill(os.getpid(), signal.SIGINT)
+    ready.set()
+    time.sleep(60)
+def f(prompt, completion, row):
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Event()
+    process = fork.Process(target=child, args=(ready,))
+    process.start()
+    assert ready.wait(10)
+    process.terminate()
+    process.join(10)
+    return process.exitcode
+""")
+    done = run_script("grpo.py", "--reward", f"{path}:f", "--steps", 1, "--prompts_per_step", 1, "--group_size", 2,
+                      "--data", few_problems(tmp_path), "--output_dir", tmp_path / "run")
+    assert done.returncode == 0 and "stopping" not in done.stderr, done.stderr
+    assert read_metrics(tmp_path / "run")[1]["reward"] == -signal.SIGTERM
 
 
 def test_overwrite_removes_runs_alone_and_never_the_model_that_it_starts_from(fails, tmp_path):
@@ -229,7 +265,10 @@ def test_flags_from_a_file_and_help(tmp_path, capsys):
     cfg = common.parse_config(grpo.Config, [str(path), "--steps", "9"])
     assert (cfg.steps, cfg.lr, cfg.divide_by_std, cfg.model) == (9, 1e-3, False, str(Path.home() / "m"))
     assert cfg.eval_data == ""  # an empty value is none
-    with pytest.raises(common.UserError, match="(?s)flags.yaml: .*line 2"):
+    path = write(tmp_path / "other.yaml", "no_divide_by_std: true\ngradient_checkpointing: true\n")
+    cfg = common.parse_config(grpo.Config, [str(path)])
+    assert not cfg.divide_by_std and cfg.gradient_checkpointing
+    with pytest.raises(common.UserError, match="(?s)other.yaml: .*line 2"):
         common.parse_config(grpo.Config, [str(write(path, "steps: 7\nlr: [1\n"))])
     with pytest.raises(SystemExit):
         common.parse_config(grpo.Config, ["--help"])
