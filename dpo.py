@@ -134,9 +134,8 @@ def main(cfg: Config) -> None:
             batch = sample(policy, tokenizer, [problem.prompt_ids for problem in drawn], 2, cfg.max_new_tokens,
                            cfg.temperature)
             rewards, correct = score(drawn, batch)  # [P, 2] each
-            best = rewards.argmax(dim=1).tolist()
-            blocks = [[2 * p + best[p], 2 * p + 1 - best[p]] for p in range(len(drawn))
-                      if rewards[p, 0] != rewards[p, 1]]
+            best, untied = rewards.argmax(dim=1).tolist(), (rewards[:, 0] != rewards[:, 1]).nonzero()[:, 0].tolist()
+            blocks = [[2 * p + best[p], 2 * p + 1 - best[p]] for p in untied]
             ref_logprobs = all_sequence_logprobs(reference, batch, blocks, cfg)  # [N]
             metrics = {"reward": rewards.mean().item(), "accuracy": correct.float().mean().item(),
                        "ties": len(drawn) - len(blocks), "sampled_tokens": int(batch.lengths.sum())}
