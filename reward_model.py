@@ -25,11 +25,11 @@ from common import flag
 
 @dataclass
 class Config(common.RunConfig):
-    steps: int = flag(500, "updates")
-    pairs_per_step: int = flag(64, "rows per update: pairs, or rankings with all their pairs (InstructGPT: 64)")
+    steps: int = flag(1000, "updates")
+    pairs_per_step: int = flag(32, "rows per update: pairs, or rankings with all their pairs (InstructGPT: 64)")
     max_completion_tokens: int = flag(1024, "answers are cut here, and then end without EOS")
     center_coef: float = flag(0.01, "c: weight of (r⁺ + r⁻)², which holds scores near 0 (TRL advises 0.01)")
-    lr: float = flag(1e-3, "learning rate: 1e-5 for a real model (InstructGPT: 9e-6)")
+    lr: float = flag(5e-4, "learning rate: 1e-5 for a real model (InstructGPT: 9e-6)")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "after the warm-up (InstructGPT: cosine)")
     warmup_steps: int = flag(10, "updates of linear warm-up, the first at rate 0")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
