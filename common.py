@@ -145,10 +145,9 @@ def parse_config(Config, args: list[str]):
             raise UserError(f"{args[0]}: {problem}")
         if not isinstance(settings, dict):
             raise UserError(f"{args[0]}: want a mapping from flag names to values")
-        switches = {name for name, value in settings.items() if value is True and name.startswith("no_")}
-        # left empty: the default
-        args = [f"--{name}" if name in switches else f"--{name}={value}" for name, value in settings.items()
-                if value is not None] + args[1:]
+        # left empty: the default; no_x: true is --no_x
+        args = [f"--{name}" if value is True and str(name).startswith("no_") else f"--{name}={value}"
+                for name, value in settings.items() if value is not None] + args[1:]
     cfg, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
         names = [field.name for field in dataclasses.fields(Config)]
@@ -1775,7 +1774,7 @@ def load_reward_function(spec: str):
         sys.path.append(str(Path(path).resolve().parent))  # for what it imports
         stem = Path(path).stem
         source = importlib.util.spec_from_file_location(stem + "_" * (stem in sys.modules), path)
-        module = sys.modules[source.name] = importlib.util.module_from_spec(source)  # where pickle looks for what it has
+        module = sys.modules[source.name] = importlib.util.module_from_spec(source)  # there pickle looks
         source.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's own code: anything can come out of it
         raise UserError(f"--reward {spec}: {path} does not load: {type(error).__name__}: {error}") from error
@@ -2445,7 +2444,7 @@ class Run:
             self.bad_steps[name] += 1
             say(f"{name}: loss {loss}, gradient norm {norm}: update skipped ({self.bad_steps[name]} in a row)")
             if self.bad_steps[name] >= self.cfg.max_bad_steps:
-                self.data.position, state = self.began_with  # --resume does this step again
+                self.data.position, state = self.began_with  # --resume does the step again, with these weights
                 torch.set_rng_state(state)
                 self.save_checkpoint()
                 raise TrainingFailed(
