@@ -1829,8 +1829,8 @@ _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\
 
 def extract_answer(text) -> str | None:
     """The final answer of a completion, or None: what stands in its last <answer>…</answer> or \\boxed{…}, or after
-    its last `####`, `# Answer`, `Answer:` or `A:` at the start of a line; failing these, after "the answer is". An
-    <answer> that was cut off before </answer> is none.
+    its last `####`, `# Answer`, `Answer:` or `A:` at the start of a line; failing these, after an <answer> that is
+    never closed (samplers that stop at </answer> take it away) or "the answer is".
     """
     text, answer = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None
     for _ in range(3):  # <answer>\boxed{18}</answer> has one inside the other
@@ -1838,6 +1838,8 @@ def extract_answer(text) -> str | None:
         if not (marked := marked + _in_boxes(text)):
             break
         text = answer = max(marked)[1].strip()
+    if answer is None and "<answer>" in text:
+        text = answer = text.rpartition("<answer>")[2].strip()
     if phrases := _PHRASE.findall(text):  # perhaps "Answer: The final answer is $18$. I hope it is correct."
         answer = phrases[-1].strip()
     return _MARKS.sub("", answer or "") or None

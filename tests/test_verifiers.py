@@ -10,6 +10,7 @@ from common import extract_answer, format_reward, is_equivalent
 @pytest.mark.parametrize("text, answer", [
     ("<think>2+4=6</think><answer>46</answer>", "46"), ("<answer>1</answer> no: <answer> 2 </answer>", "2"),
     ("<answer>5</answer><answer>6", "5"),  # the last one is not finished
+    ("<think>2+4=6</think><answer> 46\n", "46"), ("<answer>", None), ("\\boxed{5} <answer>", "5"),  # so none is
     ("so $\\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}"), ("\\boxed{1} and \\boxed{2", "1"),
     ("\\boxed{\\{1,2\\}}", "\\{1,2\\}"), ("<answer>\\boxed{3}</answer>", "3"), ("\\boxed{4} <answer>5</answer>", "5"),
     ("<answer>4</answer> \\boxed{5}", "5"), ("Then 48+24 = 72.\n#### 72", "72"), ("a #### 5", None), ("####", None),
