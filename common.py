@@ -734,15 +734,26 @@ def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
     return read(cfg.data, "train"), read(held_out, "eval") if held_out else []
 
 
-def encode(tokenizer, text: str, templated: bool = False) -> list[int]:
-    """Token ids of a text: one BOS where the tokenizer wants one, no EOS at the end. Templates bring their own."""
-    ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
-    if not templated and ids[:2] == [tokenizer.bos_token_id] * 2:  # the text had its own
-        ids = ids[1:]
-    eos = tokenizer.eos_token_id
-    if not templated and ids[-1:] == [eos] and (ids[-2:-1] == [eos] or not text.endswith(tokenizer.eos_token)):
-        ids = ids[:-1]
-    return ids
+def tokenize(tokenizer, texts: list[str], special: bool) -> list[list[int]]:
+    """Token ids of texts, with or without the tokenizer's special tokens around them; a thousand texts at once, which
+    takes half the time of one by one, and little memory."""
+    return [ids for first in range(0, len(texts), 1000)
+            for ids in tokenizer(texts[first:first + 1000], add_special_tokens=special)["input_ids"]]
+
+
+def encode(tokenizer, prompts: list[tuple[str, bool]]) -> list[list[int]]:
+    """Token ids of prompts, each (text, whether a chat template wrote it): one BOS where the tokenizer wants one, no EOS
+    at the end. Templates bring their own."""
+    rows, bos, eos = [], tokenizer.bos_token_id, tokenizer.eos_token_id
+    for templated, alike in itertools.groupby(prompts, operator.itemgetter(1)):
+        texts = [text for text, _ in alike]
+        for text, ids in zip(texts, tokenize(tokenizer, texts, special=not templated)):
+            if not templated and ids[:2] == [bos] * 2:  # the text had its own
+                ids = ids[1:]
+            if not templated and ids[-1:] == [eos] and (ids[-2:-1] == [eos] or not text.endswith(tokenizer.eos_token)):
+                ids = ids[:-1]
+            rows.append(ids)
+    return rows
 
 
 def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_PROMPT) -> tuple[str, bool]:
@@ -771,10 +782,10 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
 
 def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT) -> list:
     """Fill in `prompt_ids`; leave out prompts that are longer than --max_prompt_tokens, and say how many."""
-    for problem in problems:
-        text, templated = render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt)
-        with one_line_errors(f"{what}: the tokenizer cannot read {text[:40]!r}"):
-            problem.prompt_ids = encode(tokenizer, text, templated)
+    texts = [render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt) for problem in problems]
+    with one_line_errors(f"{what}: the tokenizer cannot read a prompt"):
+        encoded = encode(tokenizer, texts)
+    for problem, (text, _), problem.prompt_ids in zip(problems, texts, encoded):
         if cfg.model == "tiny" and tokenizer.unk_token_id in problem.prompt_ids:
             raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}")
         if isinstance(problem.prompt, list):
@@ -914,7 +925,7 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="")
     answers = [answer for preference in kept for answer in preference.answers]
     with one_line_errors(f"{what}: the tokenizer cannot read an answer"):
-        ids = iter(tokenizer(answers, add_special_tokens=False)["input_ids"] if answers else ())
+        ids = iter(tokenize(tokenizer, answers, special=False))
     cut, eos = 0, tokenizer.eos_token_id
     for preference in kept:
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
@@ -1039,7 +1050,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     """
     device, pad = model.device, tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     prompts, temperature = [prompts] if isinstance(prompts, str) else prompts, 0 if greedy else temperature
-    prompts = [encode(tokenizer, p) if isinstance(p, str) else [*map(int, p)] for p in prompts]
+    prompts = [encode(tokenizer, [(p, False)])[0] if isinstance(p, str) else [*map(int, p)] for p in prompts]
     if len(set(gather_in_order([zlib.crc32(repr(prompts).encode())]))) > 1:  # prompts of different ranks would mix
         raise ValueError("sample is collective: every rank must pass the same prompts")
     if not all(prompts):
@@ -1755,8 +1766,8 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
 
     The prompt's last token counts as the completion's first, so that no completion is empty.
     """
-    prompts = [encode(tokenizer, *render_prompt(row_prompt(p.row), tokenizer, system_prompt)) for p in problems]
-    texts = tokenizer(rollout.completions, add_special_tokens=False)["input_ids"]
+    prompts = encode(tokenizer, [render_prompt(row_prompt(p.row), tokenizer, system_prompt) for p in problems])
+    texts = tokenize(tokenizer, rollout.completions, special=False)
     completions = [prompt[-1:] + text + [tokenizer.eos_token_id] * finished
                    for prompt, text, finished in zip(prompts, texts, rollout.finished.tolist())]
     prompts = [prompt[:-1] for prompt in prompts]

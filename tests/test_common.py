@@ -926,12 +926,16 @@ def test_a_chat_template_is_applied_once_and_bos_is_not_doubled():
     with_bos.bos_token = "<eos>"
     eos = with_bos.eos_token_id
     with_bos._tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", eos)])
-    assert common.encode(with_bos, "1")[0] == eos and common.encode(with_bos, "<eos>1") == common.encode(with_bos, "1")
-    assert common.encode(with_bos, "<eos>1", templated=True) == common.encode(with_bos, "1")
+    one, = tokenizer.encode("1")
+    texts = [("1", False), ("<eos>1", False), ("<eos>1", True), ("1", True), ("1", False)]
+    assert common.encode(with_bos, texts) == [[eos, one], [eos, one], [eos, one], [one], [eos, one]]
     with_eos = common.tiny_tokenizer()
     with_eos._tokenizer.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", eos)])
-    assert common.encode(with_eos, "1") == common.encode(with_bos, "1")[1:]  # or the prompt would be over
-    assert common.encode(with_eos, "1<eos>") == common.encode(tokenizer, "1<eos>")  # the text had its own
+    texts = [("1", False), ("1<eos>", False)]
+    assert common.encode(with_eos, texts) == [[one], [one, eos]]  # or the first would be over; the second had its own
+    assert common.encode(tokenizer, texts) == [[one], [one, eos]]
+    many = [(str(i), False) for i in range(2500)]  # in three calls of the tokenizer
+    assert common.encode(with_bos, many) == [[eos, *tokenizer.encode(text)] for text, _ in many]
 
 
 @pytest.mark.parametrize("template, completion, reward", [

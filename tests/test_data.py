@@ -309,11 +309,6 @@ def encode_config(**more):
     return SimpleNamespace(**{**dict(model="tiny", system_prompt="none", max_prompt_tokens=99, max_completion_tokens=99), **more})
 
 
-def test_an_eos_in_the_text_stays():
-    tokenizer = common.tiny_tokenizer()
-    assert common.encode(tokenizer, "1<eos>") == [*tokenizer.encode("1"), tokenizer.eos_token_id]
-
-
 def test_prompts_without_a_template():
     tokenizer = common.tiny_tokenizer()
     assert common.render_prompt("1+1=?", tokenizer, "2") == ("2\n\n1+1=?", False)
