@@ -1701,24 +1701,27 @@ def load_reward(cfg, wrong: float = 0.0):
     its share, and the random numbers that FUNCTION may draw are seeded for it.
     """
     model_scores = load_reward_model(cfg) if is_reward_model(cfg.reward) else None
-
-    def verify(problem, completion):
-        return 1.0 if is_equivalent(extract_answer(completion), problem.answer) else wrong
-    judge = verify if model_scores or cfg.reward == "verifier" else load_reward_function(cfg.reward)
+    by_function = None if model_scores or cfg.reward == "verifier" else load_reward_function(cfg.reward)
 
     def score(problems: list[Problem], rollout: Rollout):
         G, judged, failed = len(rollout.completions) // len(problems), [], []
         rows = [problem for problem in problems for _ in range(G)]  # [N]
         scores = model_scores(rows, rollout).tolist() if model_scores else None
+        finished = rollout.finished.tolist()
         with torch.random.fork_rng(devices=[]):
             seed = int(torch.randint(2 ** 31, ()))
             try:
                 for i in my_share(len(rows)):
                     problem, completion = rows[i], rollout.completions[i]
-                    if judge is not verify:  # a function may draw numbers: the same ones for a row on any rank
+                    if by_function:
                         for set_seed in (random.seed, np.random.seed, torch.default_generator.manual_seed):
-                            set_seed(seed + i)
-                    verdict = scores[i] if scores and problem.answer is None else judge(problem, completion)
+                            set_seed(seed + i)  # it may draw numbers: the same ones for a row on any rank
+                        verdict = by_function(problem, completion)
+                    elif scores and problem.answer is None:
+                        verdict = scores[i]
+                    else:
+                        answer = extract_answer(completion, finished[i])
+                        verdict = 1.0 if is_equivalent(answer, problem.answer) else wrong
                     reward = scores[i] if scores else verdict
                     bonus = cfg.format_reward * format_reward(problem.opening + completion)
                     judged.append((reward + bonus, verdict > 0))
@@ -1838,10 +1841,10 @@ _PHRASE = re.compile(r"""
 _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\|\w+\|>")  # **18**</s>; not x**2
 
 
-def extract_answer(text) -> str | None:
+def extract_answer(text, finished: bool = True) -> str | None:
     """The final answer of a completion, or None: what stands in its last <answer>…</answer> or \\boxed{…}, or after
-    its last `####`, `# Answer`, `Answer:` or `A:` at the start of a line; failing these, after an <answer> that is
-    never closed (samplers that stop at </answer> take it away) or "the answer is".
+    its last `####`, `# Answer`, `Answer:` or `A:` at the start of a line; failing these, after "the answer is", or
+    an <answer> that is never closed (samplers that stop at </answer> take it away), if the completion is `finished`.
     """
     text, answer = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None
     for _ in range(3):  # <answer>\boxed{18}</answer> has one inside the other
@@ -1849,7 +1852,7 @@ def extract_answer(text) -> str | None:
         if not (marked := marked + _in_boxes(text)):
             break
         text = answer = max(marked)[1].strip()
-    if answer is None and "<answer>" in text:
+    if answer is None and finished and "<answer>" in text:
         text = answer = text.rpartition("<answer>")[2].strip()
     if phrases := _PHRASE.findall(text):  # perhaps "Answer: The final answer is $18$. I hope it is correct."
         answer = phrases[-1].strip()

@@ -947,7 +947,7 @@ def test_the_format_is_that_of_what_the_template_began(template, completion, rew
     tokenizer.chat_template = template
     cfg = SimpleNamespace(model="tiny", system_prompt="none", max_prompt_tokens=99, reward="verifier", format_reward=0.5)
     problems = common.encode_prompts([common.Problem("1+1=?", [], "2", {})], tokenizer, cfg, "--data")
-    rollout = common.Rollout(None, None, torch.ones(1, 1), [completion], None)
+    rollout = rollout_of(completion)
     assert common.load_reward(cfg)(problems, rollout)[0].tolist() == [[reward]]
 
 
@@ -1003,6 +1003,14 @@ def test_a_reward_of_0_is_wrong(tmp_path):
     problems = [common.Problem("1+1=?", [], "2", {})]
     rewards, correct = score(problems, rollout_of("-1", "0", "0.5", "1"))
     assert rewards.tolist() == [[-1, 0, 0.5, 1]] and correct.tolist() == [[False, False, True, True]]
+
+
+def test_an_answer_that_was_cut_is_none():
+    """<answer>12 may have been going to be 125; where the completion ended by itself, </answer> was forgotten."""
+    score = common.load_reward(SimpleNamespace(reward="verifier", format_reward=0))
+    rollout = rollout_of("<answer>12", "<answer>12", "<answer>12</answer>")
+    rollout.finished[1:] = torch.tensor([False, False])
+    assert score([common.Problem("57+68=?", [], "12", {})], rollout)[0].tolist() == [[1, 0, 1]]
 
 
 def test_what_a_reward_function_is_given(tmp_path):

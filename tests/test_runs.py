@@ -656,7 +656,7 @@ def test_a_row_has_the_same_random_numbers_in_its_reward_on_any_process(tmp_path
     path = write(tmp_path / "reward.py", "import random, numpy, torch\n"
                  "def f(prompt, completion, row): return random.random() + numpy.random.rand() + torch.rand(1).item()\n")
     score = common.load_reward(SimpleNamespace(reward=f"{path}:f", format_reward=0))
-    rollout = SimpleNamespace(completions=["x"] * 6, mask=torch.ones(6, 1, dtype=torch.bool))
+    rollout = common.Rollout(None, None, torch.ones(6, 1, dtype=torch.bool), ["x"] * 6, torch.ones(6).bool())
     problems, state = [common.Problem("1+1=?", [], "2", {})] * 3, torch.get_rng_state()
     rewards = score(problems, rollout)[0].flatten()
     assert rewards.unique().numel() == 6 and torch.equal(torch.get_rng_state(), state)
