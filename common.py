@@ -785,7 +785,8 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
     texts = [render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt) for problem in problems]
     with one_line_errors(f"{what}: the tokenizer cannot read a prompt"):
         encoded = encode(tokenizer, texts)
-    for problem, (text, _), problem.prompt_ids in zip(problems, texts, encoded):
+    for problem, (text, _), ids in zip(problems, texts, encoded):
+        problem.prompt_ids = ids
         if cfg.model == "tiny" and tokenizer.unk_token_id in problem.prompt_ids:
             raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}")
         if isinstance(problem.prompt, list):
@@ -958,7 +959,7 @@ def build_tiny_preferences(data: str, split: str) -> Path:
         for first in range(0, len(prompts), 1000):  # all at once would take 3 GB
             completions += sample(model, tokenizer, prompts[first:first + 1000], 4, 60).completions
     for problem, texts in zip(problems, np.reshape(completions, (-1, 4)).tolist()):
-        scores = {text: float(is_equivalent(extract_answer(text), problem.answer)) for text in texts}
+        scores = {text: float(is_equivalent(extract_answer(text, closed_only=True), problem.answer)) for text in texts}
         if len(set(scores.values())) == 2:
             ranked = sorted(scores, key=scores.get, reverse=True)
             lines.append(json.dumps({"prompt": problem.prompt, "responses": ranked,
@@ -1707,7 +1708,6 @@ def load_reward(cfg, wrong: float = 0.0):
         G, judged, failed = len(rollout.completions) // len(problems), [], []
         rows = [problem for problem in problems for _ in range(G)]  # [N]
         scores = model_scores(rows, rollout).tolist() if model_scores else None
-        finished = rollout.finished.tolist()
         with torch.random.fork_rng(devices=[]):
             seed = int(torch.randint(2 ** 31, ()))
             try:
@@ -1720,7 +1720,7 @@ def load_reward(cfg, wrong: float = 0.0):
                     elif scores and problem.answer is None:
                         verdict = scores[i]
                     else:
-                        answer = extract_answer(completion, finished[i])
+                        answer = extract_answer(completion, closed_only=True)
                         verdict = 1.0 if is_equivalent(answer, problem.answer) else wrong
                     reward = scores[i] if scores else verdict
                     bonus = cfg.format_reward * format_reward(problem.opening + completion)
@@ -1841,10 +1841,11 @@ _PHRASE = re.compile(r"""
 _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\|\w+\|>")  # **18**</s>; not x**2
 
 
-def extract_answer(text, finished: bool = True) -> str | None:
+def extract_answer(text, closed_only: bool = False) -> str | None:
     """The final answer of a completion, or None: what stands in its last <answer>…</answer> or \\boxed{…}, or after
-    its last `####`, `# Answer`, `Answer:` or `A:` at the start of a line; failing these, after "the answer is", or
-    an <answer> that is never closed (samplers that stop at </answer> take it away), if the completion is `finished`.
+    its last `####`, `# Answer`, `Answer:` or `A:` at the start of a line; failing these, after "the answer is" or an
+    <answer> that is never closed: samplers that stop at </answer> take it away. Where nothing is taken away, as in
+    `sample`, the model was cut off in its answer, or forgot to close it: with `closed_only` that is none.
     """
     text, answer = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None
     for _ in range(3):  # <answer>\boxed{18}</answer> has one inside the other
@@ -1852,7 +1853,7 @@ def extract_answer(text, finished: bool = True) -> str | None:
         if not (marked := marked + _in_boxes(text)):
             break
         text = answer = max(marked)[1].strip()
-    if answer is None and finished and "<answer>" in text:
+    if answer is None and "<answer>" in text and not closed_only:
         text = answer = text.rpartition("<answer>")[2].strip()
     if phrases := _PHRASE.findall(text):  # perhaps "Answer: The final answer is $18$. I hope it is correct."
         answer = phrases[-1].strip()

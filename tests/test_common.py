@@ -1005,12 +1005,11 @@ def test_a_reward_of_0_is_wrong(tmp_path):
     assert rewards.tolist() == [[-1, 0, 0.5, 1]] and correct.tolist() == [[False, False, True, True]]
 
 
-def test_an_answer_that_was_cut_is_none():
-    """<answer>12 may have been going to be 125; where the completion ended by itself, </answer> was forgotten."""
+def test_the_reward_is_for_a_closed_answer():
+    """<answer>12 may have been going to be 125. Samplers that stop at </answer> take it away; `sample` does not."""
     score = common.load_reward(SimpleNamespace(reward="verifier", format_reward=0))
-    rollout = rollout_of("<answer>12", "<answer>12", "<answer>12</answer>")
-    rollout.finished[1:] = torch.tensor([False, False])
-    assert score([common.Problem("57+68=?", [], "12", {})], rollout)[0].tolist() == [[1, 0, 1]]
+    rewards, _ = score([common.Problem("5+7=?", [], "12", {})], rollout_of("<answer>12", "<answer>12</answer>"))
+    assert rewards.tolist() == [[0, 1]] and common.extract_answer("<answer>12") == "12"
 
 
 def test_what_a_reward_function_is_given(tmp_path):
