@@ -100,6 +100,15 @@ def run_forked(errors, script, *flags):
     common.launch(module.main, module.Config)
 
 
+def beside(job):
+    """Has `job(folder, parameters)` done beside the tests before, which leave a core idle; the parameters are those of
+    the tests that were selected. What it returns, or raises, the fixture `job` does."""
+    def mark(test):
+        test.job = job
+        return test
+    return mark
+
+
 def few_problems(folder) -> Path:
     """A file of twenty held-out problems, where the evaluation is not the point: all 200 take half a second."""
     path = Path(folder) / "few.jsonl"

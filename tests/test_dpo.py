@@ -2,6 +2,8 @@
 import json
 import math
 import random
+import subprocess
+import sys
 import types
 
 import pytest
@@ -9,8 +11,8 @@ import torch
 
 import common
 import dpo
-from helpers import (assert_metrics, assert_same_weights, begin_with, distributions, is_right, load_tiny_model,
-                     plain_logprobs, plain_update, random_model, read_metrics, record_run, run_script)
+from helpers import (ROOT, assert_metrics, assert_same_weights, begin_with, beside, distributions, is_right,
+                     load_tiny_model, plain_logprobs, plain_update, random_model, read_metrics, record_run, run_script)
 
 
 def test_the_loss_is_ln_2_at_the_start_and_by_hand():
@@ -268,7 +270,14 @@ def test_all_pairs_of_a_ranking_are_trained_on(tmp_path, monkeypatch):
     assert step.metrics["loss"] == pytest.approx(math.log(2), rel=1e-4)  # each pair against its own reference
 
 
-def test_the_built_in_evaluation_is_on_held_out_problems(tmp_path, monkeypatch):
+def sample_rankings(folder, _):
+    """The built-in ones, which are kept under runs/: 25 s of one core."""
+    build = "import common; [common.build_tiny_preferences('arithmetic', split) for split in ('train', 'eval')]"
+    subprocess.run([sys.executable, "-c", build], cwd=ROOT, check=True)
+
+
+@beside(sample_rankings)
+def test_the_built_in_evaluation_is_on_held_out_problems(job, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(common, "evaluate", lambda policy, tokenizer, problems, *rest: (asked.extend(problems), {})[1])
     done = run_script("dpo.py", "--steps", 1, "--pairs_per_step", 2, "--output_dir", tmp_path / "run")
@@ -276,7 +285,8 @@ def test_the_built_in_evaluation_is_on_held_out_problems(tmp_path, monkeypatch):
     assert {p.prompt for p in asked} == {row["prompt"] for row in common.arithmetic_rows(2, "eval")}
 
 
-def test_before_the_first_update_all_held_out_pairs_tie(tmp_path, monkeypatch):
+@beside(sample_rankings)
+def test_before_the_first_update_all_held_out_pairs_tie(job, tmp_path, monkeypatch):
     """Policy and reference are one, and their log-probs are worked out in the same micro-batches: no rounding."""
     monkeypatch.setattr(dpo, "AT_ONCE", 7)
     done = run_script("dpo.py", "--steps", 1, "--pairs_per_step", 2, "--lr", 0, "--output_dir", tmp_path / "run")

@@ -468,9 +468,9 @@ def test_a_whole_run_learns_and_its_model_loads(tmp_path):
 @pytest.mark.parametrize("beta, gamma, lam, bonus, missing", [(0.1, 0.9, 0.8, 0.05, -0.5), (0.0, 1.0, 1.0, 0.0, None)])
 def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, missing, tmp_path, monkeypatch):
     """PPO as RLHF uses it, one completion at a time: InstructGPT's reward (eq. 2), clip and GAE (PPO eq. 7, 11, 12),
-    advantages whitened over each minibatch, Ziegler's adaptive β; three rollouts, two minibatches, two passes."""
+    advantages whitened over each minibatch, Ziegler's adaptive β; two rollouts, two minibatches, two passes."""
     steps = record_run(
-        monkeypatch, "ppo.py", tmp_path / "run", "--steps", 3, "--prompts_per_step", 12, "--minibatches", 2,
+        monkeypatch, "ppo.py", tmp_path / "run", "--steps", 2, "--prompts_per_step", 12, "--minibatches", 2,
         "--updates_per_batch", 2, "--max_new_tokens", 21, "--temperature", 0.8, "--gamma", gamma, "--lam", lam,
         "--kl_coef", beta, *["--kl_target", 3] * (beta > 0), "--entropy_coef", bonus, "--clip_eps", 0.05,
         "--value_clip_eps", 0.1, "--value_coef", 0.5, "--missing_eos_score", "none" if missing is None else missing,
@@ -539,8 +539,8 @@ def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, mi
 
 
 def test_completions_without_eos_get_their_score_and_the_kl_coefficient_survives_a_resume(tmp_path):
-    flags = ["--prompts_per_step", 16, "--max_new_tokens", 8, "--missing_eos_score", "-2.5", "--kl_target", 0.01,
-             "--save_every", 1, "--lr", 1e-3, "--eval_data", few_problems(tmp_path)]
+    flags = ["--prompts_per_step", 8, "--max_new_tokens", 8, "--missing_eos_score", "-2.5", "--kl_target", 0.01,
+             "--updates_per_batch", 1, "--save_every", 1, "--lr", 1e-3, "--eval_data", few_problems(tmp_path)]
     whole = run_script("ppo.py", "--steps", 4, "--output_dir", tmp_path / "whole", *flags)
     assert whole.returncode == 0, whole.stderr
     expected = read_metrics(tmp_path / "whole")

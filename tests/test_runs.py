@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import common
-from helpers import ROOT, FakeRun, few_problems, fork_script, random_model, read_metrics, run_script
+from helpers import ROOT, FakeRun, beside, few_problems, fork_script, random_model, read_metrics, run_script
 
 SCRIPTS = ["grpo", "dapo", "dr_grpo", "ppo", "dpo", "dpo --on_policy", "reward_model"]
 # groups large enough for one process to read their prefixes once, few completions the same
@@ -30,14 +29,12 @@ def write(path, text):
     return path
 
 
-@pytest.fixture(scope="session")
-def small(tmp_path_factory):
-    """small(script) -> the command of a run of four steps."""
+def small_runs(folder):
+    """small(script) -> the command of a run of three steps, on data in the folder."""
     draw, rows = random.Random(0), []
     for row in common.arithmetic_rows(2, "train")[:12]:
         right, slip, carry = (common.worked_answer(row["prompt"], draw, *wrong) for wrong in ((0, 0), (0, 1), (1, 1)))
         rows.append({"prompt": row["prompt"], "responses": [right, slip, carry], "scores": [1, 0, 0]})
-    folder = tmp_path_factory.mktemp("data")
     ranked = write(folder / "ranked.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     problems = few_problems(folder)
     groups = ["--prompts_per_step", 4, "--group_size", 4, "--minibatches", 2, "--eval_data", problems]
@@ -49,36 +46,13 @@ def small(tmp_path_factory):
 
     def command(script):
         name, *switches = script.split()
-        return [f"{name}.py", *switches, "--steps", 4, "--save_every", 1, "--eval_every", 2, *own.get(script, groups)]
+        return [f"{name}.py", *switches, "--steps", 3, "--save_every", 1, "--eval_every", 2, *own.get(script, groups)]
     return command
 
 
-TWO_AS_ONE, FAILS_ALONE = ("test_two_processes_give_the_numbers_of_one",
-                           "test_an_error_of_one_process_is_said_once_and_ends_all")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def jobs(request, tmp_path_factory, small, builder):
-    """{test: (folder, job)}: what a test has run in two processes. The jobs run beside the tests before, which leave a
-    core idle; `job.result()` waits."""
-    selected, started = {item.originalname for item in request.session.items}, {}
-    assert builder.wait() == 0, "the tiny model cannot be built"
-    with ThreadPoolExecutor(1) as pool:
-        for test in filter(selected.__contains__, (TWO_AS_ONE, FAILS_ALONE)):
-            folder = tmp_path_factory.mktemp("two")
-            if test == TWO_AS_ONE:
-                command = [job_of_all_scripts(folder, small)]
-            else:
-                path = write(folder / "reward.py", """
-import os
-def f(prompt, completion, row):
-    if os.environ["RANK"] == "1":
-        raise KeyError("gold")
-    return 1.0
-""")
-                command = ["grpo.py", "--reward", f"{path}:f", "--output_dir", folder / "run"]
-            started[test] = folder, pool.submit(run_script, *command, processes=2)
-        yield started
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    return small_runs(tmp_path_factory.mktemp("data"))
 
 
 # ------------------------------------------------------------------------------------------------------- bad input
@@ -320,22 +294,30 @@ def whole_run(tmp_path_factory, small):
     return run
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_killed_at_random_and_resumed_the_end_is_bit_equal(script, small, whole_run, tmp_path):
-    """kill -9 somewhere in the run and resume, grpo.py twice; each step stands in the log once."""
-    out, draw = tmp_path / "killed", random.Random(script)
-    log, command = out / "metrics.jsonl", [*small(script), "--output_dir", out]
-    for resume in ([], ["--resume"])[:2 if script == "grpo" else 1]:
-        written = log.stat().st_mtime_ns if resume else 0
-        process = fork_script(tmp_path / "stderr", *command, *resume)
-        wait_for(lambda: log.exists() and log.stat().st_mtime_ns > written, process,
-                 (tmp_path / "stderr").read_text)
-        time.sleep(draw.uniform(0.0, 1.0))
-        process.kill()
+def kill_and_resume(folder, scripts):
+    """kill -9 somewhere in each script's run, and resume; grpo.py twice -> the runs' folder."""
+    small = small_runs(folder)
+    for script in scripts:
+        out, errors, draw = folder / script, folder / "stderr", random.Random(script)
+        log, command = out / "metrics.jsonl", [*small(script), "--output_dir", out]
+        for resume in ([], ["--resume"])[:2 if script == "grpo" else 1]:
+            written = log.stat().st_mtime_ns if resume else 0
+            process = fork_script(errors, *command, *resume)
+            wait_for(lambda: log.exists() and log.stat().st_mtime_ns > written, process, errors.read_text)
+            time.sleep(draw.uniform(0.0, 0.7))
+            process.kill()
+            process.join()
+        process = fork_script(errors, *command, "--resume")
         process.join()
-    done = run_script(*command, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert_same_outcome(whole_run(script), out)
+        assert process.exitcode == 0, errors.read_text()
+    return folder
+
+
+@beside(kill_and_resume)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_killed_at_random_and_resumed_the_end_is_bit_equal(script, whole_run, job):
+    """Each step stands in the log once."""
+    assert_same_outcome(whole_run(script), job / script)
 
 
 @pytest.mark.parametrize("number, code, heard", [
@@ -357,7 +339,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, code, he
     process.kill()  # if it does not stop
     assert process.exitcode == code and (not heard or "--resume" in reader.read())
     reader.close()
-    assert len(list(out.glob("checkpoint/step-*"))) == 1 and len(read_metrics(out)) < 5
+    assert len(list(out.glob("checkpoint/step-*"))) == 1 and len(read_metrics(out)) < 4
     done = run_script(*command, "--resume")
     assert done.returncode == 0, done.stderr
     assert_same_outcome(whole_run("grpo"), out)
@@ -376,8 +358,8 @@ def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
     assert other.returncode == 2 and "of grpo.py, not of dr_grpo.py" in other.stderr
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common.Run, "check_directory", lambda run: None)  # as if both had begun at once
-        beside = run_script("grpo.py", "--steps", 1, *flags)
-    assert beside.returncode == 2 and "File exists" in beside.stderr and (out / "metrics.jsonl").read_text() == before
+        at_once = run_script("grpo.py", "--steps", 1, *flags)
+    assert at_once.returncode == 2 and "File exists" in at_once.stderr and (out / "metrics.jsonl").read_text() == before
     shutil.rmtree(out / "model")  # as if it had been killed before it wrote that
     finished = run_script("grpo.py", "--steps", 1, *flags, "--resume")
     assert finished.returncode == 0 and (out / "model" / "model.safetensors").exists(), finished.stderr
@@ -580,12 +562,13 @@ def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp
 
 # ---------------------------------------------------------------------------------------------- several processes
 
-def job_of_all_scripts(folder, small) -> Path:
-    """A file that runs each script, stopped after step 2 and resumed, into folder/script; in one job, to import once."""
-    runs = [[*map(str, small(script)), "--output_dir", str(folder / script)] for script in [*SCRIPTS, LARGE_GROUPS]]
+def run_in_two_processes(folder, scripts):
+    """Each script, stopped after step 2 and resumed, in one job, to import once -> the runs' folder."""
+    small = small_runs(folder)
+    runs = [[*map(str, small(script)), "--output_dir", str(folder / script)] for script in scripts]
     shutil.copytree(common.build_tiny_model("arithmetic"), folder / "tiny")
     write(folder / "tiny" / "generation_config.json", '{"eos_token_id": [1, 2]}')  # chat models have two ends
-    return write(folder / "job.py", f"""
+    job = write(folder / "job.py", f"""
 import contextlib, importlib, sys
 sys.path.insert(0, {str(ROOT)!r})
 import common
@@ -615,22 +598,24 @@ assert rollout.completions[0].startswith("<think>2+4=6"), rollout.completions
 sys.argv = ["job"]
 common.launch(lambda cfg: None, common.RunConfig)  # leaves as a script does
 """)
+    done = run_script(job, processes=2)
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
+@beside(run_in_two_processes)
 @pytest.mark.parametrize("script", [*SCRIPTS, LARGE_GROUPS])
-def test_two_processes_give_the_numbers_of_one(script, whole_run, jobs, monkeypatch):
+def test_two_processes_give_the_numbers_of_one(script, whole_run, job, monkeypatch):
     """Same prompts, same sampled tokens (a row's random numbers are its own), same loss and gradient norm."""
     shared, read = [], common.read_prefixes_once
     monkeypatch.setattr(common, "read_prefixes_once", lambda *args: (shared.append(args), read(*args))[1])
-    folder, job = jobs[TWO_AS_ONE]
-    assert job.result().returncode == 0, job.result().stderr
-    one, two = read_metrics(whole_run(script)), read_metrics(folder / script)
-    assert [metrics["step"] for metrics in two] == [0, 1, 2, 3, 4]
+    one, two = read_metrics(whole_run(script)), read_metrics(job / script)
+    assert [metrics["step"] for metrics in two] == [0, 1, 2, 3]
     for alone, together in zip(one, two):
         for name in together.keys() - TIMING:
             if name != "pair_accuracy" or abs(alone["margin"]) > 1e-5:  # DPO's are 0 at first: rounding has the sign
                 assert together[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-5), name
-    assert (folder / script / "model" / "model.safetensors").exists()
+    assert (job / script / "model" / "model.safetensors").exists()
     assert shared or script != LARGE_GROUPS  # the one process did read prefixes once
 
 
@@ -666,21 +651,42 @@ def test_a_row_has_the_same_random_numbers_in_its_reward_on_any_process(tmp_path
     assert not torch.isin(score(problems, rollout)[0], rewards).any()
 
 
-def test_an_error_of_one_process_is_said_once_and_ends_all(jobs):
-    _, job = jobs[FAILS_ALONE]
-    done = job.result()
-    message, = [line for line in done.stderr.replace("\r", "\n").splitlines() if "grpo.py: error: " in line]
-    assert "raised KeyError: 'gold'" in message and done.returncode and "RuntimeError" not in done.stderr, done.stderr
+def fail_alone(folder, _):
+    path = write(folder / "reward.py", """
+import os
+def f(prompt, completion, row):
+    if os.environ["RANK"] == "1":
+        raise KeyError("gold")
+    return 1.0
+""")
+    return run_script("grpo.py", "--reward", f"{path}:f", "--output_dir", folder / "run", processes=2)
 
 
+@beside(fail_alone)
+def test_an_error_of_one_process_is_said_once_and_ends_all(job):
+    message, = [line for line in job.stderr.replace("\r", "\n").splitlines() if "grpo.py: error: " in line]
+    assert "raised KeyError: 'gold'" in message and job.returncode and "RuntimeError" not in job.stderr, job.stderr
+
+
+def kill_one_of_them(folder, parts):
+    """{rank or torchrun, whichever is killed in two processes' run: (how many ranks there were, torchrun's exit code)}."""
+    done = {}
+    for killed in parts:
+        out = folder / killed
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "grpo.py", "--steps",
+             "1000", "--output_dir", str(out)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        wait_for((out / "metrics.jsonl").exists, process, process.stderr.read)
+        ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+        os.kill(int(ranks[-1]) if killed == "rank" else process.pid, signal.SIGKILL)
+        process.communicate(timeout=90)  # returns when nobody holds stderr any more
+        done[killed] = len(ranks), process.returncode
+    return done
+
+
+@beside(kill_one_of_them)
 @pytest.mark.parametrize("killed", ["rank", "torchrun"])
-def test_what_is_killed_takes_the_others_with_it(killed, tmp_path):
+def test_what_is_killed_takes_the_others_with_it(killed, job):
     """A hang would waste a machine; a rank that outlives torchrun would write where --resume writes."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "grpo.py", "--steps",
-         "1000", "--output_dir", str(tmp_path / "run")], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    wait_for((tmp_path / "run" / "metrics.jsonl").exists, process, process.stderr.read)
-    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(ranks[-1]) if killed == "rank" else process.pid, signal.SIGKILL)
-    process.communicate(timeout=90)  # returns when nobody holds stderr any more
-    assert len(ranks) == 2 and process.returncode not in (0, None)
+    ranks, code = job[killed]
+    assert ranks == 2 and code not in (0, None)
