@@ -31,7 +31,6 @@ def builder(request):
     wanted = any(item.path.name not in WITHOUT_TINY_MODEL for item in request.session.items)
     with subprocess.Popen([sys.executable, "-c", build if wanted else ""]) as process:
         yield process
-        process.kill()  # the tests may have ended first: -x, Ctrl-C
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +49,7 @@ def jobs(request, builder, tmp_path_factory):
     pool = ThreadPoolExecutor(1)
     pool.submit(builder.wait)
     yield {job: pool.submit(job, tmp_path_factory.mktemp("job"), selected) for job, selected in parameters.items()}
+    builder.kill()  # the tests may have ended first: -x, Ctrl-C
     pool.shutdown(cancel_futures=True)
 
 
