@@ -742,8 +742,8 @@ def tokenize(tokenizer, texts: list[str], special: bool) -> list[list[int]]:
 
 
 def encode(tokenizer, prompts: list[tuple[str, bool]]) -> list[list[int]]:
-    """Token ids of prompts, each (text, whether a chat template wrote it): one BOS where the tokenizer wants one, no EOS
-    at the end. Templates bring their own."""
+    """Token ids of prompts, each (text, whether a chat template wrote it): one BOS where the tokenizer wants one, no
+    EOS at the end. Templates bring their own."""
     rows, bos, eos = [], tokenizer.bos_token_id, tokenizer.eos_token_id
     for templated, alike in itertools.groupby(prompts, operator.itemgetter(1)):
         texts = [text for text, _ in alike]
@@ -1821,22 +1821,27 @@ def load_reward_function(spec: str):
 LONGEST_COMPLETION, LONGEST_ANSWER, LONGEST_LIST, DEEPEST, MOST_BITS = 20_000, 400, 20, 30, 8_000
 
 _BARE_BOX = re.compile(r"\\boxed +([^\s\\${}]+)")
-_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.S)
+_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.S | re.I)
 _HEADING = re.compile(r"""
     ^[ \t]* (?:
       # **Answer:** 18 or # Answer; then it may stand on the next line, if that does not begin a sentence
       (?: \#+[ ]\** | \*\* ) (?: A (?= \**: ) | (?i:(?:final[ ])?answer) (?= \**[ \t]* (?: : | $ ) ) )
       (?: [\s*:$] | \\\[ | --- )* (?= [^\s*:$\#-] | -[^-] ) (?! [A-Z][\w']*[ ][a-z] )
     |
-      # Answer: 18 or A: 18 or #### 18
-      (?: A: | (?i:(?:final[ ])?answer:) | \#\#\#\# ) [ \t]* (?: (?: \\\[ | \$\$ ) \s* )?
+      # Answer: 18 or A: 18 or #### 18; not #### Step 1 or #### 1. Read the question
+      (?: A(?:ns)?: | (?i:(?:final[ ])?answer[ ]?:) | \#\#\#\# ) [ \t]* (?: (?: \\\[ | \$\$ ) \s* )?
+      (?! \**(?: Step | Solution | Explanation | Verification | Conclusion | \d+[.):][ ]+[A-Za-z] ) )
     ) (\**[^\s*].*)""", re.X | re.M)
 _BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|(?P<open>\{)|(?P<close>\})|\\[{}]")
 _DRESSING = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")
 _PHRASE = re.compile(r"""
     # the final answer is: 18; the answer to the question (in dollars) is 18
-    ^.* answer (?: [ ](?: \( | to[ ] | in[ ] ) [^\n:=]{,50} )? (?: [ ]is | : | [ ]= ) :? \** \s* (?: \}\s* )? (?=\S)
-    (.*?) (?= $ | [.!] (?: [\s*] | $ ) | ,?[ ] (?: because | since | so | as | which ) [ ] )  # 18 dollars because ...
+    ^.* (?: answers? | correct[ ](?:option|choice) ) (?: [ ](?: \( | to[ ] | in[ ] ) [^\n:=]{,50} )?
+    (?: [ ]is | [ ]are | [ ](?:should|must|would)[ ]be | : | [ ]= ) :? \** \s* (?: \}\s* )?
+    (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
+    # 18 dollars because ...; $5! = 120$, 5 sq. ft.
+    (.*?) (?= $ | [.!] (?: \* | \s* $ | \s+ (?-i: [^a-z\s=<>+*/^)$-] ) )
+            | ,?[ ] (?: because | since | so | as | which ) [ ] )
     """, re.X | re.I | re.M)
 _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\|\w+\|>")  # **18**</s>; not x**2
 
@@ -1896,28 +1901,41 @@ def is_equivalent(prediction, answer) -> bool:
         return a.strip() == b.strip() != ""
     if _DECIMAL.fullmatch(a) and _DECIMAL.fullmatch(b):  # most pairs: a tenth of the time
         return Fraction(a) == Fraction(b)
-    return _same(_clean(a), _clean(b))
+    clean = _clean(a), _clean(b)
+    for side, other in (a, clean[1]), (b, clean[0]):  # (D) 5 is D; by `_clean` it is 5 as well
+        if (option := _OPTION.match(side)) and option[1] == other.strip("()[]"):
+            return True
+    return _same(*clean)
 
 
+# (D) 5, D. 5, \textbf{(D)}\ 5; not (A) B, nor (A) 5, (B) 6
+_OPTION = re.compile(r"[\s({\[$*]*(?:\\(?:text|math|bold)[a-z]*[\s({\[]*)?([A-E])[)\].:][\s}~\\,;:$*]+"
+                     r"(?!.?[A-E]\W*$)(?!.*[^a-zA-Z][A-E][).:\]])\S", re.S)
 _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
-    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \! \( \) \[ \] \$ $ € £ \% % ¢",
+    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \! \( \) \[ \] \$ $ € £ ₹ ¥ \% % ¢",
     " ": r"\, \: \; \quad \qquad ~ \rm \bf \ ", ",": "; &", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄",
     "^": "**", "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
     "≠": r"\ne \neq !=", "∈": r"\in", "±": r"\pm", "∓": r"\mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
-    ":": r"\colon", "∪": r"\cup \bigcup", "|": r"\vert \lvert \rvert \mid", "\\pi ": "π", "\\infty ": "∞", "sqrt": "√",
-    "\\emptyset": r"\varnothing ∅", " or ": r"\lor \vee", "\\frac": r"\dfrac \tfrac \cfrac",
+    ":": r"\colon", "∪": r"\cup \bigcup", "|": r"\vert \lvert \rvert \mid", "\\pi ": "π", "\\infty ": "∞",
+    "\\sqrt ": "√", "\\emptyset": r"\varnothing ∅", " or ": r"\lor \vee", "\\frac": r"\dfrac \tfrac \cfrac",
     "\\binom": r"\dbinom \tbinom", "\\ldots ": r"... \dots \cdots", "(": r"\langle", ")": r"\rangle",
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"
-               r" \boldsymbol \bm \mathit \mathsf \textsf \texttt \emph \underline", "\\overline": r"\bar"}
+               r" \boldsymbol \bm \mathit \mathsf \textsf \texttt \emph \underline", "\\overline": r"\bar",
+    "\\epsilon": r"\varepsilon", "\\phi": r"\varphi", "\\lfloor ": "⌊", "\\rfloor ": "⌋", "\\lceil ": "⌈",
+    "\\rceil ": "⌉"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
+_GREEK = ("alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi "
+          "omega").split()
+_SPELLINGS |= {letter: rf"\{name} " for letter, name in zip("αβγδεζηθικλμνξρστυφχψω", _GREEK)}
 _SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>!]=|[$%~;&]|[^\x00-\x7f]"  # all that may be a key of it
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?![\d,/])")
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
     # symbols and words
-    (r"([⁻⁰¹²³⁴-⁹]+)", r"^{\1}"), (r"([¼½¾⅐-⅞])", r" \1"),  # x², 2½
+    (r"([⁻⁰¹²³⁴-⁹]+)", r"^{\1}"), (r"([₀-₉]+)", r"_{\1}"), (r"([¼½¾⅐-⅞])", r" \1"),  # x², x₁, 2½
+    (r"√ ?(\d[\d.]*)", r"\\sqrt{\1}"),
     # x^{2}, 2 1/2; cut off, since some characters become eighteen
-    (r"(?s)^.+", lambda text: unicodedata.normalize("NFKC", text[0])[:3 * LONGEST_ANSWER]),
+    (r"(?s)^.+", lambda text: unicodedata.normalize("NFKC", text[0])[:LONGEST_ANSWER]),
     (_MARKS, ""),
     (_SYMBOL, lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0])),
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?|°", r"\\degree "),
@@ -1927,11 +1945,13 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?<=\d) ?\^? ?(?:\{ ?(?:st|nd|rd|th) ?\}|(?:st|nd|rd|th)\b)", " "),  # 12^{th}
     (r"(?ai)(?<=[\d}]) ?(hundred|thousand|(?:m|b|tr)illion)s?\b", lambda word: f"*10^{_ZEROS[word[1].lower()]}"),
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
+    (r"(?i)^ ?(?:about|approximately|exactly|roughly|therefore|thus|given by|option) (?=\S)", ""),
     # n\pi, where n is an integer; 2k\pi, k ∈ Z
     (r"(?<=\w|[)}])(?:,? |,)(?:(?:for (?:all|any|every|some)|where)\b[^,]*|\w ?∈ ?[NRZ]\b)", ""),
     (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),  # 1, 2, and 3; and 14{,}916
     (r"[({](\d\w*)[)}] ?(?=_[\d{])| ?\(?\bbase (\d+)\)?", lambda b: b[1] or f"_{b[2]}"),  # (1010)_2, 1010 base 2
     (r"^ ?[(\[][A-E][)\]] +(?=[^\s,.])(?!.*[(\[][A-E][)\]])", ""),  # (B) 12 is 12, but (A) and (C) are two letters
+    (r"\\begin\{cases\}((?:(?!\\end\{cases).)*)\\end\{cases\}", lambda system: system[1].replace(r"\\", ",")),
     # matrices: \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} is [[1,2],[3,4]]
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["),
     (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),
@@ -1944,6 +1964,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(^|[,∪]) ?(?:\\?[^\W\d]+|\([^()]*\)) ?∈", r"\1"),  # x ∈ [1,2] is [1,2], (x,y) ∈ {(1,2)} is {(1,2)}
     # {x | x > 1}, {x ∈ R : x > 1}, (x > 1)
     (r"^ ?(?:‹ ?\\?\w+ ?(?:∈ ?R ?)?[|:](.*[<>≤≥≠].*)›[ .]*|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),
+    (r"^ ?(?:R|all real numbers) ?$", r"(-\\infty ,\\infty )"), (r"(?<=[)\]]) ?U ?(?=[(\[])", "∪"),
     # numbers and formulas
     (r"_(?:[{ ] ?([a-zA-Z]{2,}) ?\}?|([a-zA-Z]{3,}))", r"_\\\1\2 "),  # F_{net}, F_net: one index; not in x_iy_i
     (r"\\(frac|binom|sqrt|log_) ?(\w)", r"\\\1{\2}"),  # \frac12
@@ -1960,7 +1981,7 @@ def _clean(text: str) -> str:
     """Rewrite the many ways to type the same thing to one: "\\dfrac{1}{2}\\text{ cm}" -> "\\frac{1}{2} cm"."""
     for pattern, ours in _REWRITES:
         text = pattern.sub(ours, text)
-    return text.strip(" *_^").rstrip(" .,:\\")
+    return text.strip(" *_^\"`").rstrip(" .,:\\")
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
@@ -1988,7 +2009,8 @@ def _same(a: str, b: str, depth: int = 0) -> bool:
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):  # what `_values` cannot read
         return False
     if len(a_parts) != len(b_parts):
-        return False
+        kind, parts, other = min((a_kind, a_parts, b), (b_kind, b_parts, a), key=lambda side: len(side[1]))
+        return kind == "‹›" and len(parts) == 1 and _same(parts[0], other, depth + 1)  # {(1,2)} is (1,2)
     if depth or len(a_parts) > LONGEST_LIST or not {a_kind, b_kind} <= {"", "‹›"}:
         return (a_kind == b_kind or a_kind + b_kind in ("()", "[]", "‹›")) and all(
             _same(x, y, depth + 1) for x, y in zip(a_parts, b_parts))
@@ -2015,7 +2037,7 @@ def _parts(text: str) -> tuple[str, list[str]]:
     if len(parts) == 1:
         sides = _split(text, "=<>≤≥≠")
         if ">" in sides or "≥" in sides:
-            sides = [side.translate(str.maketrans(">≥", "<≤")) for side in reversed(sides)]
+            sides = [side.translate(str.maketrans("<>≤≥", "><≥≤")) for side in reversed(sides)]
         if len(sides) > 1:
             return "".join(sides[1::2]), sides[::2]
         outer, inner = text[0].replace("{", "‹") + text[-1].replace("}", "›"), _split(text[1:-1])[::2]
@@ -2024,6 +2046,8 @@ def _parts(text: str) -> tuple[str, list[str]]:
         if text.startswith("[[") and "," not in "".join(inner):  # a column is a tuple
             kind = "()"
     if "±" in text or "∓" in text:
+        if kind not in ("", "‹›"):  # (0, ±3) is two tuples
+            kind, parts = "", [text]
         parts = [way for part in parts for way in dict.fromkeys(part.translate(signs) for signs in _SIGNS)]
     return kind, parts
 
@@ -2033,6 +2057,8 @@ def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     if kind[-1] == "=":
         is_name = re.fullmatch(r"(?!-)\D*(?:_\{?\d+\}?|(?:\^\{-1\})?\(-?[^()+-]*\))?\s*", sides[0])  # x, x_1, f(-2)
         return _same(sides[-1], plain, depth) and (bool(is_name) or _same_value(sides[0], plain))
+    if kind == "≠" and _LETTER.fullmatch(sides[0]):
+        return _same(f"(-\\infty,{sides[1]})∪({sides[1]},\\infty)", plain, depth)
     if len(sides) == 2:  # x < 3 is -\infty < x < 3
         at_left = bool(_LETTER.fullmatch(sides[0]))
         kind, sides = ("<" + kind, ["-\\infty", *sides]) if at_left else (kind + "<", [*sides, "\\infty"])
@@ -2045,7 +2071,9 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
     """Whether the sides agree, or left − right of one is a constant (for < and ≤: positive) times the other's."""
     if all(_same(x, y, depth) for x, y in zip(a, b)):
         return True
-    gaps, others = (_values(f"({sides[0]})-({sides[1]})") for sides in (a, b))
+    if a[0] == b[0] and _LETTER.fullmatch(a[0]) and a[0] not in a[1] + b[1]:  # x = e^{-40}, x = e^{-50}
+        return False
+    gaps, others = (_values(f"({sides[0]})-({sides[1]})", "|" in "".join(a + b)) for sides in (a, b))
     if len(a) > 2 or 0 in (gaps[0], others[0]):
         return False
     constant = all(_close(gap * others[0], other * gaps[0]) for gap, other in zip(gaps, others))
@@ -2056,7 +2084,7 @@ _UNIT = re.compile(r"""
     (?<=[\d)}\]\s]) \s* \(?  (                             # after a number: a word (no function), which is long or
       (?: (?! (?: (?:arc)?(?:sin|cos|tan)h? | sqrt | log | exp ) (?![A-Za-z]) )             # stands after a space,
           (?: [A-Za-z]{4} | (?<=[\s(]) [A-Za-z]{3} )
-        | (?: [ckm]?m|k?g|gm|ft|in|mi|yd|lbs?|oz|m[lg]|mph|hrs?|min|sec|[APap]\.?[Mm]|L       # or one of these;
+        | (?: [ckm]?m|k?g|gm|ft|in|mi|yd|lbs?|oz|m[lg]|mph|hrs?|min|sec|[APap]\.?[Mm]|L|of    # or one of these;
             | (?<=\s) (?:[NJVAWCFsh]|k[NJVW]|[kMG]?(?:Hz|eV|Pa)) ) (?![A-Za-z]) )
       (?: (?! \b [^\W\dA-Zahms] \b ) [A-Za-z\s.()^] | [/-](?=\s*\(?[A-Za-z]) | \^-           # and what goes with it:
         | (?<=[A-Za-z^-])[23] | \{[23-]+\} )*    # 5 miles per hour, 5 m/s, 5 cm^{2}; not 2m/3, 2m-3, 0.5 m v^2
@@ -2081,7 +2109,7 @@ def _same_value(a: str, b: str) -> bool:
         return False
     if a.lower() == b.lower() and re.search(r"(?<!\\)\b[a-zA-Z]{2}", a):  # a word, not a letter
         return True
-    return all(map(_close, _values(a), _values(b)))
+    return all(map(_close, _values(a, "|" in a + b), _values(b, "|" in a + b)))
 
 
 def _split_unit(text: str) -> tuple[str, str]:
@@ -2090,7 +2118,7 @@ def _split_unit(text: str) -> tuple[str, str]:
     number = text[:found.start()] if found else ""
     letter = found and re.fullmatch(r"[a-zA-Z](\^?\{?[23]\}?)?", found[1])  # of a unit or of a formula?
     formula = letter and (re.search(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])", number)  # x + 3 m
-                          or not re.match(" [mgL]", found[0]) and not re.fullmatch(r"[-\d./*^]+", number))  # 1+3m
+                          or not re.match(" [mgL]", found[0]) and not re.fullmatch(r"[-\d./*^{} ]+", number))  # 1+3m
     if formula or number.count("(") > number.count(")") or not re.search(r"\d|\\pi", number):  # 2(1+3m)
         return text, ""
     unit = re.sub(r"\Bs\b|\.", "", found[1].lower()).replace("tre", "ter")
@@ -2123,14 +2151,26 @@ def _factorial(n):
     return Fraction(math.factorial(int(n))) if n == int(n) and 0 <= n < 200 else math.gamma(n + 1)  # n may be a letter
 
 
+def _mark(*parts):
+    """A value that nothing else has, neither large nor small: that of 3:30, x_1, or the integer part of a formula."""
+    return 1 + Fraction(zlib.crc32(repr(parts).encode()), 97 << 25)
+
+
+def _rounded(name, value):
+    """\\lfloor 7/2 \\rfloor is 3; of letters, which stand for fractions of denominator 97, it is like no other value."""
+    if _bits(value) and value.denominator % 97:
+        return Fraction(math.floor(value) if name == "\\lfloor" else math.ceil(value))
+    return _mark(name, value)
+
+
 _OF_TWO = {"frac": operator.truediv, "binom": lambda n, k: _factorial(n) / _factorial(k) / _factorial(n - k)}
 _OPERATORS = {  # how strongly it binds, what it does
-    ":": (1, lambda a, b: (a + 7919 * b + Fraction(1, 89)) ** 3),  # 3:30 and x_1 have values that nothing else has
-    "_": (6, lambda x, n: (x + 7919 * n + Fraction(1, 89)) ** 3),
+    ":": (1, lambda a, b: _mark(":", a, b)), "_": (6, lambda x, n: _mark("_", x, n)),
     "+": (2, operator.add), "-": (2, operator.sub), "*": (3, operator.mul), "/": (3, operator.truediv),
     "^": (4, _power), "!": (5, _factorial), "\\over": (1, operator.truediv), "\\choose": (1, _OF_TWO["binom"])}
-_CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
-_CONSTANTS = {"degree": math.pi / 180, "pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf, "infinity": math.inf}
+_CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
+_CONSTANTS = {"degree": math.pi / 180, "pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf, "infinity": math.inf,
+              "inf": math.inf}
 _FUNCTIONS = {
     "sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "log": cmath.log10, "exp": cmath.exp,
     "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan, "sinh": cmath.sinh, "cosh": cmath.cosh,
@@ -2145,21 +2185,29 @@ _TOKEN = re.compile(rf"""
 
 
 @functools.lru_cache(4096)
-def _values(text: str) -> list:
-    """A formula's values at three points, at each of which a letter stands for a fixed number. Where the text is no
-    formula, it raises one of the errors that `_same` catches.
+def _values(text: str, signed: bool = False) -> list:
+    """A formula's values at three points, at each of which a letter stands for a fixed number (at the last, with
+    `signed`, for a negative one: |x| is not x). Where the text is no formula, it raises one of the errors that `_same`
+    catches.
     """
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
-    tokens, values = [], []  # a stack, so the text is in it from right to left; ";" at the bottom is its end
+    tokens, bars, values = [], [], []  # a stack, so the text is in it from right to left; ";" at the bottom is its end
 
     def accept(token):
         return tokens[-1] == token and tokens.pop()
 
+    def begins_factor():  # 2x, 2(x + 1), 2|x|, (n - 1)2^n and n2^n; but 2 3 is not 6
+        token, before = tokens[-1], words[-len(tokens)]
+        if token[0].isdigit():
+            return before in ")}" or before.isalpha() and tokens[-2] == "^"
+        return (token[-1].isalpha() and token not in ("\\rfloor", "\\rceil") or token in "([{"
+                or token == "|" and not bars) and token not in _OPERATORS
+
     def read(strength):  # an atom and those operators after it that bind more strongly than this
         value = atom()
         while True:
-            implicit = (tokens[-1][-1].isalpha() or tokens[-1] in "([{") and tokens[-1] not in _OPERATORS
-            binds, apply = _OPERATORS.get("*" if implicit else tokens[-1], (0, None))  # 2x, 2(x + 1); but 2 3 is not 6
+            implicit = begins_factor()
+            binds, apply = _OPERATORS.get("*" if implicit else tokens[-1], (0, None))
             if binds <= strength:
                 return value
             token = "*" if implicit else tokens.pop()
@@ -2174,10 +2222,14 @@ def _values(text: str) -> list:
         if token in ("+", "-"):
             return read(3) if token == "+" else -read(3)
         if token in _CLOSING:
+            bars.extend("|" * (token == "|"))
             value = read(0)
             if not accept(_CLOSING[token]):
                 raise ValueError
-            return abs(value) if token == "|" else value
+            if token == "|":
+                bars.pop()
+                return abs(value)
+            return _rounded(token, value) if token[0] == "\\" else value
         if token in _OF_TWO:
             return _OF_TWO[token](atom(), atom())
         if token == "sqrt":
@@ -2196,11 +2248,12 @@ def _values(text: str) -> list:
         if token in _CONSTANTS:
             return _CONSTANTS[token]
         if len(token) == 1 and token.isalpha() or token[0] == "\\":
-            return Fraction(pow(int.from_bytes(token.encode(), "big"), 5, modulus) + 1, 97)  # a + d is not b + c
+            sign = -1 if signed and modulus == 1019 else 1
+            return sign * Fraction(pow(int.from_bytes(token.encode(), "big"), 5, modulus) + 1, 97)  # a + d is not b + c
         raise ValueError
 
     for modulus in (1009, 1013, 1019):
-        tokens = [";", *reversed(words)]
+        tokens, bars = [";", *reversed(words)], []
         values.append(read(0))
         if tokens != [";"]:
             raise ValueError

@@ -25,7 +25,8 @@ from common import extract_answer, format_reward, is_equivalent
     ("#### 3\nWait.\n#### 4", "4"), ("**Final Answer**\n\n\\[ \\boxed{5} \\]", "5"),
     ("**Answer:**\n42", "42"), ("## Final Answer:\n\n\\[\n42\n\\]", "42"), ("**Final answer: 42**", "42"),
     ("Answer:\nLet us see.\nThe answer is 4.", "4"), ("A: **18** apples", "18 apples"),
-    ("Answer: \\[\n42", "42"), ("**Answer:**\n\n---\n\n42", "42"), ("# Answer\n-5", "-5"), ("# Answer\n\n## Check", None),
+    ("Answer: \\[\n42", "42"), ("**Answer:**\n\n---\n\n42", "42"), ("# Answer\n-5", "-5"),
+    ("# Answer\n\n## Check", None),
     ("**A**\n\nas 2+2=4. The answer is 5.", "5"),
     ("\\\\boxed{004}", "004"), ("\\boxed{5} or \\boxed{}", "5"),
     ("\\boxed{18}\n\n**Answer:**", "18"), ("### **Final Answer**\n42", "42"), ("#### Answer\n18", "18"),
@@ -36,7 +37,13 @@ from common import extract_answer, format_reward, is_equivalent
     ("\\boxed{1},\n\n" + " " * 30 + "no wait, \\boxed{2}", "2"), ("\\boxed{1}," + " " * 50 + "\\boxed{2}", "1, 2"),
     ("\\boxed{(1,2)}, \\boxed{(2,1)} \\quad \\text{and} \\quad \\boxed{3}", "(1,2), (2,1), 3"),
     ("The answer (arabic numerals) is 8. I hope this helps!", "8"), ("The answer to the question is 18.", "18"),
-    ("The answer in dollars is $18.", "$18"), ("The answer to this problem was hard to find.", None)])
+    ("The answer in dollars is $18.", "$18"), ("The answer to this problem was hard to find.", None),
+    ("The answer is:\n\n\\[\n5\n\\]", "5"), ("So the answer is\n$$\n5\n$$", "5"), ("The answer should be 5.", "5"),
+    ("The answer is 5. I hope this answer is correct.", "5"), ("The answers are 1 and 2.", "1 and 2"),
+    ("The correct option is (B).", "(B)"), ("The answer is $5! = 120$.", "$5! = 120$"),
+    ("The answer is 18! I hope so", "18"),
+    ("The answer is 5 sq. ft.", "5 sq. ft"), ("#### Step 1\n2+2=4\n\nThe answer is 4.", "4"), ("Answer : 5", "5"),
+    ("#### 1. Read it\n\nThe answer is 4.", "4"), ("#### 1.5", "1.5"), ("Ans: 5", "5"), ("<Answer>5</Answer>", "5")])
 def test_the_last_answer_is_extracted(text, answer):
     assert extract_answer(text) == answer
 
@@ -56,7 +63,8 @@ SAME = [
     ("1.5 x 10^3", "1500"), ("\\sqrt[3]{2}", "2^{1/3}"), ("7.", "7.0"), ("1.5e3", "1500"),
     ("1.5\\times 10^3", "1500"), ("2^{10}", "1024"), ("12\\,345", "12345"), ("1,250.50", "1250.5"),
     # money, units, percent, degrees
-    ("$18", "18"), ("\\$18.00", "18"), ("18 dollars", "18"), ("18 apples", "18"), ("18apples", "18"), ("9 (apples)", "9"),
+    ("$18", "18"), ("\\$18.00", "18"), ("18 dollars", "18"), ("18 apples", "18"), ("18apples", "18"),
+    ("9 (apples)", "9"),
     ("50\\%", "50"), ("5\\text{ cm}", "5"), ("8\\text{ cm}^2", "8"), ("5 miles per hour", "5"),
     ("30^{\\circ}", "30 degrees"), ("90^\\circ", "90"), ("5\\text{ cm}", "5 centimeters"),
     ("60 mph", "60 miles per hour"), ("16\\pi\\text{ cubic inches}", "16π"), ("12cm", "12"),
@@ -110,17 +118,20 @@ SAME = [
     # m is a unit after a number, but not in a formula
     ("2m-3", "-3+2m"), ("5m^2+9m+8", "9m+8+5m^2"), ("3m^2+4", "4+3m^2"), ("3(m-2)", "3m-6"), ("2m/3", "\\frac{2m}{3}"),
     ("5m^2", "5"), ("5 m/s", "5"), ("9.8 m/s^2", "9.8"), ("5 m^{-2}", "5"), ("3 kg-m", "3"),
-    ("5 km", "5 kilometres"), ("5 kg", "5 kilograms"), ("5 m", "5 meters"), ("5 L", "5 liters"), ("5 mg", "5 milligrams"),
+    ("5 km", "5 kilometres"), ("5 kg", "5 kilograms"), ("5 m", "5 meters"), ("5 L", "5 liters"),
+    ("5 mg", "5 milligrams"),
     # spellings, and what cannot be read
     ("6 \\div 4", "3/2"), ("x \\lt 3", "3 \\gt x"), ("x \\neq 2", "2 \\ne x"), ("(1;2)", "(1,2)"), ("∞", "\\infty"),
     ("2⅓", "7/3"), ("1¾", "\\frac74"), ("½+¼", "3/4"), ("⅔", "2/3"), ("\\dbinom{5}{2}", "10"), ("f\\colon 3", "f:3"),
-    ("⊢7", "⊢ 7"), ("5 trillion", "5*10^{12}"), ("3 thousand", "3000"), ("2 hundred", "200"), ("2·3", "6"), ("2⋅3", "6"),
+    ("⊢7", "⊢ 7"), ("5 trillion", "5*10^{12}"), ("3 thousand", "3000"), ("2 hundred", "200"), ("2·3", "6"),
+    ("2⋅3", "6"),
     ("€5", "5"), ("£5", "5"), ("3 – 5", "-2"), ("x \\geq 2", "[2,\\infty)"), ("x \\leqslant 2", "(-\\infty,2]"),
     ("\\mathbb{R}", "ℝ"),
     # what binds how strongly, and each function
     ("-2^2", "-4"), ("(-8)^{2/3}", "4"), ("2^3\\frac12", "4"), ("\\ln e", "1"), ("\\arcsin 1", "\\frac{\\pi}{2}"),
     ("\\arccos 1", "0"), ("\\arctan 1", "\\frac{\\pi}{4}"), ("\\sec x", "\\frac{1}{\\cos x}"),
-    ("\\csc x", "\\frac1{\\sin x}"), ("\\cot x", "\\frac{\\cos x}{\\sin x}"), ("\\tanh x", "\\frac{\\sinh x}{\\cosh x}"),
+    ("\\csc x", "\\frac1{\\sin x}"), ("\\cot x", "\\frac{\\cos x}{\\sin x}"),
+    ("\\tanh x", "\\frac{\\sinh x}{\\cosh x}"),
     ("1\\pm2\\mp3", "0,2"), ("x = y + 1 = 5", "5"), ("(1,2)", "1,2"), ("(E) 5", "5"),
     # relations in brackets, factorials of letters, short and long units, characters that stand for several
     ("\\{x=2\\}", "x=2"), ("(x = 5)", "5"), ("S = \\{1,2\\}", "1,2"), ("\\sum_{k=1}^{n} k", "x = \\sum_{k=1}^{n} k"),
@@ -128,7 +139,8 @@ SAME = [
     ("5 lbs", "5 pounds"), ("28 pct", "28 percent"), ("5 apples", "5 apples left"),
     ("60 mph", "60 miles/hour"), ("5 m/s", "5 meters per second"), ("⅛", "1/8"), ("10²³", "10^{23}"),
     # short units stand after a number and a space; other letters make a formula
-    ("477 N", "477"), ("18...", "18"), ("2.5 s", "2.5"), ("13.6 eV", "13.6"), ("3 A", "3"), ("5\\,\\mathrm{N}", "5 newtons"),
+    ("477 N", "477"), ("18...", "18"), ("2.5 s", "2.5"), ("13.6 eV", "13.6"), ("3 A", "3"),
+    ("5\\,\\mathrm{N}", "5 newtons"),
     ("2 h", "2 hr"), ("25^\\circ\\text{C}", "25"), ("98.6 °F", "98.6"), ("9.8 m s^{-2}", "9.8"), ("2s+1", "1 + 2 s"),
     ("\\frac{1}{2} m v^2", "\\frac{mv^2}{2}"), ("\\frac{1}{3}\\pi h", "\\frac{\\pi h}{3}"),
     ("\\frac{\\sqrt3}{4} s^2", "\\frac{s^2\\sqrt3}{4}"), ("864 in^2", "864\\mbox{ inches}^2"), ("5 sq. units", "5"),
@@ -142,7 +154,8 @@ SAME = [
     ("x\\in(-\\infty,2)\\text{ or }x\\in(3,\\infty)", "(-\\infty,2)\\bigcup(3,\\infty)"),
     ("(x,y) \\in \\{(1,2),(3,4)\\}", "(3,4),(1,2)"), ("\\{x \\mid x \\ne 3\\}", "x \\neq 3"),
     ("(1010)_2", "1010_2"), ("1010 \\text{ (base 2)}", "1010_{2}"), ("1010\\text{ base 2}", "1010"),
-    ("\\boldsymbol{5}", "5"), ("\\bf 5", "5"), ("\\textsf{Navin}", "Navin"), ("5\\rm\\ cm", "5"), ("0.1\\bar{6}", "1/6"),
+    ("\\boldsymbol{5}", "5"), ("\\bf 5", "5"), ("\\textsf{Navin}", "Navin"), ("5\\rm\\ cm", "5"),
+    ("0.1\\bar{6}", "1/6"),
     ("\\bar{x}", "\\overline{x}"),
     ("1,2", "[1,2]"),
     ("P = \\frac13\\begin{pmatrix}1&2\\\\2&4\\end{pmatrix}", "\\begin{bmatrix}1/3&2/3\\\\2/3&4/3\\end{bmatrix}"),
@@ -151,7 +164,25 @@ SAME = [
     ("n\\pi, \\text{ where } n \\text{ is an integer}", "n\\pi"), ("\\text{for all } x", "for all x"),
     ("\\text{Area: } 12", "12"), ("\\text{Minimum: } 1, \\text{ maximum: } 3", "1,3"),
     ("\\frac{10!}{3!7!}", "\\binom{10}{3}"),
-    ("12 mi/hr", "12 mph"), ("5 yd", "5 yards"), ("5 mi", "5 miles")]
+    ("12 mi/hr", "12 mph"), ("5 yd", "5 yards"), ("5 mi", "5 miles"),
+    # a digit after a bracket, a power after a letter, bars as factors, integer parts
+    ("n2^{n-1}", "n\\cdot 2^{n-1}"), ("(n-1)2^n+1", "1+(n-1)2^n"), ("2^{3}3^{2}", "72"),
+    ("\\frac{1}{2}3^n", "\\frac{3^n}{2}"),
+    ("2|x|+1", "1+2|x|"), ("|x||y|", "|xy|"), ("\\sqrt{x^2}", "|x|"), ("\\ln|x|", "\\ln(|x|)"),
+    ("\\lfloor 7/2 \\rfloor", "3"),
+    ("⌊2n/3⌋", "\\left\\lfloor\\frac{2n}{3}\\right\\rfloor"), ("\\lceil -7/2 \\rceil", "-3"),
+    # letters of a choice
+    ("(D) Ellipse", "\\text{(D)}"), ("\\textbf{(A)}\\ 45", "A"), ("A) 45", "A"), ("A. 45", "(A)"), ("option A", "A"),
+    # characters
+    ("(1+i√3)/2", "\\frac{1+i\\sqrt3}{2}"), ("√13/2", "\\frac{\\sqrt{13}}{2}"), ("√x", "\\sqrt{x}"), ("₹45", "45"),
+    ("x₁", "x_1"),
+    ("θ = π/3", "\\theta=\\frac{\\pi}{3}"), ("α+β", "\\alpha+\\beta"), ("\\varepsilon", "\\epsilon"), ("\"45\"", "45"),
+    # words and systems
+    ("3.6\\times 10^{5}\\text{ J}", "360000"), ("\\frac{3}{4}\\text{ of a cup}", "3/4"), ("about 45", "45"),
+    ("\\begin{cases} x=5 \\\\ y=2 \\end{cases}", "x=5,y=2"), ("(0,\\pm 3)", "(0,3),(0,-3)"), ("\\{(1,2)\\}", "(1,2)"),
+    ("x\\in\\mathbb{R}", "(-\\infty,\\infty)"), ("x\\neq 2", "(-\\infty,2)\\cup(2,\\infty)"),
+    ("all real numbers", "\\mathbb{R}"),
+    ("(-inf,2) U (3,\\infty)", "(-\\infty,2)\\cup(3,\\infty)")]
 
 
 @pytest.mark.parametrize("a, b", SAME)
@@ -184,7 +215,8 @@ def test_the_same_answer_written_another_way(a, b):
     ("5 km", "5 kilograms"), ("5 m", "5 minutes"), ("5 m", "5 miles"), ("5 g", "5 gallons"),
     ("a+d", "b+c"), ("p+s", "q+r"), ("a-b", "y-z"), ("2k", "j+l"), ("2:00", "8"), ("1:00", "1"), ("x_0", "x^3"),
     ("x_1+x_4", "x_2+x_3"), ("x_1+y_2", "x_2+y_1"),
-    ("x\\le3", "-x\\le-3"), ("5 mm", "5 meters"), ("X", "x"), ("2.5!", "2"), ("1234,567", "1234567"), ("(A) (C)", "(C)"),
+    ("x\\le3", "-x\\le-3"), ("5 mm", "5 meters"), ("X", "x"), ("2.5!", "2"), ("1234,567", "1234567"),
+    ("(A) (C)", "(C)"),
     ("", ""), ("None", None),
     ("x=5", "x+2=7.5"), ("2x=10", "10"), ("\\infty", "5"), ("(2,\\infty)", "(2,5)"), ("2xy", "2"), ("2 x", "2"),
     ("A", "B"), ("Tuesday", "Monday"), ("3:30", "3:31"), ("1010_2", "1010_3"), ("", "5"), (None, "5"),
@@ -204,7 +236,18 @@ def test_the_same_answer_written_another_way(a, b):
     ("1 \\text{ for all } x, 2", "1"), ("\\text{for all } x", "\\text{for all } y"),
     ("\\text{ratio: } 3:2", "2"), ("\\text{Area: } 12", "21"),
     ("3! 7", "42"),
-    ("5 mi", "5 min"), ("5 mi", "5 minutes")])
+    ("5 mi", "5 min"), ("5 mi", "5 minutes"),
+    # names are neither large nor small: what stands beside them is compared to the last digit
+    ("a_n=2^n", "a_n=2^{n-1}"), ("z_1=1+i", "z_1=1-i"), ("R_1=\\frac{\\pi}{2}", "R_1=\\frac{\\pi}{3}"),
+    ("t_{1/2}=\\ln 2", "t_{1/2}=\\ln 3"),
+    ("y=C_1 e^x+x", "y=C_1e^x-x"), ("x_1+\\sqrt2", "x_1+\\sqrt3"), ("x_1>\\pi", "x_1>e"), ("x=e^{-40}", "x=e^{-50}"),
+    ("x_1=\\sqrt2, x_2=\\sqrt3", "x_1=\\sqrt3, x_2=\\sqrt2"), ("a_n", "a_n+\\pi"),
+    ("f(x)=|x|", "f(x)=x"), ("\\ln|x|+C", "\\ln x+C"), ("|x|<2", "x<2"), ("A<B>C", "A>B>C"), ("x₁+x₂", "3x"),
+    ("x2", "2x"), ("A1", "A"),
+    ("\\lfloor n/2 \\rfloor", "\\frac{\\lfloor n \\rfloor}{2}"), ("\\lfloor n/2 \\rfloor", "\\lfloor n/3 \\rfloor"),
+    ("\\lceil 7/2 \\rceil", "3"), ("\\lfloor x_1 \\rfloor", "1"), ("(0,\\pm 3)", "(0,3,-3)"), ("(A) 5, (B) 6", "A"),
+    ("A: 5, B: 6", "A"), ("(B) 45", "A"),
+    ("x\\ne 2", "(-\\infty,3)\\cup(3,\\infty)")])
 def test_another_answer(a, b):
     assert not is_equivalent(a, b) and not is_equivalent(b, a)
 
@@ -221,7 +264,8 @@ HOSTILE = [
     "Answer" + "*" * 19_000, "\\vec{" * 80, "=" * 200 + "≈" * 200, "1" * 200 + "≈" * 200, "\\pi" * 100 + "≈" * 99,
     "²", "\\sqrt[0.0000000001]{9}", "\u2028" + "\\box{" * 3300 + "}" * 3300,
     "1." + "9" * 150 + "\\overline{" + "9" * 150 + "}", "\\ " * 190, "0^{-1}", "\\log_1 5", "i^i^i", "[]", "[[]]",
-    "½" * 400, "1" * 24 + "\\begin{pmatrix}" + "1&" * 150 + "\\end{pmatrix}", "5 mıllion", "5 MİLLİON"]
+    "|x|" * 130, "\\lfloor" * 50, "x_" * 199 + "x", "\\text{(A) " * 40, "The answer is:\n\\[" + " " * 19_900,
+    "+".join(["x_9i$\ufdfaabc \\sinx_9"] * 20), "the answer is " + ". a" * 6600, "½" * 400, "1" * 24 + "\\begin{pmatrix}" + "1&" * 150 + "\\end{pmatrix}", "5 mıllion", "5 MİLLİON"]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
