@@ -2157,7 +2157,7 @@ def _mark(*parts):
 
 
 def _rounded(name, value):
-    """\\lfloor 7/2 \\rfloor is 3; of letters, which stand for fractions of denominator 97, it is like no other value."""
+    """\\lfloor 7/2 \\rfloor is 3; of letters, which stand for fractions of 97, it is like no other value."""
     if _bits(value) and value.denominator % 97:
         return Fraction(math.floor(value) if name == "\\lfloor" else math.ceil(value))
     return _mark(name, value)

@@ -265,7 +265,8 @@ HOSTILE = [
     "²", "\\sqrt[0.0000000001]{9}", "\u2028" + "\\box{" * 3300 + "}" * 3300,
     "1." + "9" * 150 + "\\overline{" + "9" * 150 + "}", "\\ " * 190, "0^{-1}", "\\log_1 5", "i^i^i", "[]", "[[]]",
     "|x|" * 130, "\\lfloor" * 50, "x_" * 199 + "x", "\\text{(A) " * 40, "The answer is:\n\\[" + " " * 19_900,
-    "+".join(["x_9i$\ufdfaabc \\sinx_9"] * 20), "the answer is " + ". a" * 6600, "½" * 400, "1" * 24 + "\\begin{pmatrix}" + "1&" * 150 + "\\end{pmatrix}", "5 mıllion", "5 MİLLİON"]
+    "+".join(["x_9i$\ufdfaabc \\sinx_9"] * 20), "the answer is " + ". a" * 6600, "½" * 400,
+    "1" * 24 + "\\begin{pmatrix}" + "1&" * 150 + "\\end{pmatrix}", "5 mıllion", "5 MİLLİON"]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
