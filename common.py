@@ -986,10 +986,10 @@ def collate_preferences(preferences: list[Preference], pad_id: int, device):
 
 @dataclass
 class Rollout:
-    """N = P·G sampled completions, rows of one prompt adjacent; the same on every rank."""
+    """N = P·G sampled completions, the rows of one prompt adjacent. Every rank holds all of them."""
     input_ids: torch.Tensor        # [N, L+T]  left-padded prompts, right-padded completions
     attention_mask: torch.Tensor   # [N, L+T]  1 on real tokens
-    mask: torch.Tensor             # [N, T]    bool: completion tokens, the EOS included
+    mask: torch.Tensor             # [N, T]    bool: completion tokens, including the EOS
     completions: list[str]         # decoded, without special tokens
     finished: torch.Tensor         # [N]       bool: ended with EOS, not cut at max_new_tokens
 
@@ -1011,12 +1011,14 @@ def join_drawn(drawn, pad_id: int):
     L = max(r.input_ids.shape[1] - r.mask.shape[1] for r in rollouts)
     T = max(r.mask.shape[1] for r in rollouts)
 
-    def pad(name, value):
-        return torch.cat([F.pad(getattr(r, name), (L + r.mask.shape[1] - r.input_ids.shape[1], T - r.mask.shape[1]),
-                                value=value) for r in rollouts])
-    attention_mask = pad("attention_mask", 0)
+    def pad(rollout, tensor, value):  # [n, l+t] -> [n, L+T]
+        t = rollout.mask.shape[1]
+        return F.pad(tensor, (L + t - tensor.shape[1], T - t), value=value)
+
+    attention_mask = torch.cat([pad(r, r.attention_mask, 0) for r in rollouts])
     rollout = Rollout(
-        input_ids=pad("input_ids", pad_id), attention_mask=attention_mask, mask=attention_mask[:, L:].bool(),
+        input_ids=torch.cat([pad(r, r.input_ids, pad_id) for r in rollouts]),
+        attention_mask=attention_mask, mask=attention_mask[:, L:].bool(),
         completions=[text for r in rollouts for text in r.completions],
         finished=torch.cat([r.finished for r in rollouts]))
     return sum(batches, []), rollout, torch.cat(rewards), torch.cat(correct)
@@ -1024,7 +1026,7 @@ def join_drawn(drawn, pad_id: int):
 
 @contextlib.contextmanager
 def evaluating(model):
-    """All modules in evaluation mode: gradient checkpointing would switch the KV cache off."""
+    """Evaluation mode. Gradient checkpointing keeps layers in training mode, in which they ignore the KV cache."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -1034,47 +1036,56 @@ def evaluating(model):
             module.training = True
 
 
+def takes(model, name: str) -> bool:
+    """Does the model's forward method have a parameter of this name?"""
+    return name in inspect.signature(type(model).forward).parameters
+
+
 @torch.no_grad()
 def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temperature: float = 1.0,
            greedy: bool = False) -> Rollout:
-    """Sample `group_size` completions of each prompt from the model's whole softmax at `temperature`.
+    """Sample `group_size` completions of each prompt from softmax(logits / temperature) over the whole vocabulary.
 
-    prompts: strings (or a single one), which no chat template is put around (`tokenizer.apply_chat_template(messages,
-    add_generation_prompt=True, tokenize=False)` makes one), or lists of token ids. Temperature 0 is greedy. Collective:
-    every rank passes the same prompts (else ValueError), decodes its share of the rows and gets the whole rollout. No
-    top-k, top-p or penalty, whatever the model's generation config says: the policy that is scored must be the policy
-    that sampled.
+    prompts: strings (or a single one), used as they are, without a chat template; or lists of token ids. Temperature 0
+    is greedy. Any top-k, top-p or penalty in the model's generation config is ignored: the policy that is scored must
+    be the policy that sampled. Collective: every rank passes the same prompts, decodes its share of the rows and gets
+    the whole rollout. Raises ValueError if the ranks' prompts differ, or if a prompt has no tokens.
 
-    A token is drawn by inverting the cumulative distribution at a uniform number, and every (row, position) has its
-    own number, drawn up front. So which rows share a batch, when rows leave it and how many ranks there are does not
-    change what is sampled, up to rounding in the model.
+    A token is drawn by inverting the cumulative distribution at a uniform random number. Every (row, position) has its
+    own number, drawn up front. So apart from rounding in the model, the samples do not depend on which rows share a
+    batch, when rows leave it, or how many ranks there are.
     """
-    device, pad = model.device, tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    prompts, temperature = [prompts] if isinstance(prompts, str) else prompts, 0 if greedy else temperature
-    prompts = [encode(tokenizer, [(p, False)])[0] if isinstance(p, str) else [*map(int, p)] for p in prompts]
-    if len(set(gather_in_order([zlib.crc32(repr(prompts).encode())]))) > 1:  # prompts of different ranks would mix
+    device = model.device
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    temperature = 0 if greedy else temperature
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    prompts = [encode(tokenizer, [(p, False)])[0] if isinstance(p, str) else [int(i) for i in p] for p in prompts]
+    if len(set(gather_in_order([zlib.crc32(repr(prompts).encode())]))) > 1:  # a checksum is enough
         raise ValueError("sample is collective: every rank must pass the same prompts")
     if not all(prompts):
         raise ValueError("a prompt without tokens: there is nothing to condition on")
-    prompt_ids, prompt_mask, _ = collate(prompts, [[]] * len(prompts), pad, device)  # [P, L]
+    prompt_ids, prompt_mask, _ = collate(prompts, [[]] * len(prompts), pad_id, device)  # [P, L]
     N = len(prompts) * group_size
-    uniforms = (torch.rand if temperature else torch.zeros)(N, max_new_tokens, dtype=torch.float64).to(device)
+    draw = torch.rand if temperature else torch.zeros  # greedy decoding does not move the random state
+    uniforms = draw(N, max_new_tokens, dtype=torch.float64).to(device)
     ends = torch.tensor(eos_ids(model, tokenizer), device=device)
     tokens = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)  # [N, T]
 
     with evaluating(model), gathered(model):
         mine = torch.tensor(my_share(N), dtype=torch.long, device=device)
-        turns = mine.split(rows_that_fit(model, prompt_ids.shape[1], max_new_tokens, group_size)) if len(mine) else ()
-        for rows in turns:
+        at_once = rows_that_fit(model, prompt_ids.shape[1], max_new_tokens, group_size)
+        for start in range(0, len(mine), at_once):
+            rows = mine[start:start + at_once]
             tokens[rows] = decode(
                 model, prompt_ids, prompt_mask, rows // group_size, ends, max_new_tokens, uniforms[rows], temperature)
 
-    is_end = torch.isin(sum_over_ranks(tokens), ends)  # rows of other ranks are zero here
+    is_end = torch.isin(sum_over_ranks(tokens), ends)  # until here, the rows of other ranks are zero
     finished = is_end.any(1)
-    lengths = torch.where(finished, is_end.int().argmax(1) + 1, max_new_tokens)  # what stands after the first end goes
+    lengths = torch.where(finished, is_end.int().argmax(1) + 1, max_new_tokens)  # up to the first end
     tokens = tokens[:, :lengths.max()]
     mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
-    tokens = tokens.where(mask, pad)
+    tokens = tokens.where(mask, pad_id)
+    # The texts leave out the end by position: it need not be a special token.
     texts = [row[:n].tolist() for row, n in zip(tokens.cpu().numpy(), (lengths - finished.long()).tolist())]
     return Rollout(
         input_ids=torch.cat([prompt_ids.repeat_interleave(group_size, 0), tokens], 1),
@@ -1083,44 +1094,45 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
 
 
 def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: int) -> int:
-    """How many rows may be decoded at once. Half of the free memory is for their KV cache, what one layer's MLP and
-    attention hold while the prompts are read, and what is made of a row's logits to pick a token."""
+    """How many rows to decode at once, so that they take at most half of the free memory.
+
+    A row takes its KV cache, its logits, and a share of the activations of one layer while the group's prompt is read.
+    """
     config = model.config.get_text_config()
 
-    def size(name):  # None where the architecture has no such thing (Mamba), or it differs by layer (Gemma 4)
+    def size(name):  # None if the architecture has no such size (Mamba), or one per layer (Gemma 4)
         with contextlib.suppress(AttributeError, RuntimeError):
             return getattr(config, name)
     heads = size("num_attention_heads") or 1
     cache_width = (size("num_key_value_heads") or heads) * (size("head_dim") or config.hidden_size // heads)
-    if model.device.type == "cuda":  # what the allocator has reserved and does not use is free too
+    mlp_width = np.max(size("intermediate_size") or 4 * config.hidden_size)  # Gemma 3n has a list
+    if model.device.type == "cuda":  # what PyTorch has reserved but does not use is free too
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        element = 2
-    else:
-        free, element = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4, 4  # a quarter of all there is
-    # in numbers, not bytes, for each row; a prompt is read once for its whole group
+        element = 2  # bytes
+    else:  # a quarter of the machine's memory
+        free, element = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4, 4
     cache = 2 * config.num_hidden_layers * cache_width * (prompt_length + max_new_tokens)
-    width = np.max(size("intermediate_size") or 4 * config.hidden_size)  # Gemma 3n has a list
-    # the mask; with eager attention (Gemma 2) the scores of all heads, before, in and after the softmax
+    # Eager attention (Gemma 2) holds three copies of all heads' scores, sdpa only a mask.
     attention = 3 * heads if model.config._attn_implementation == "eager" else 1
-    activations = (3 * width + attention * prompt_length) * prompt_length / group_size
-    logits = (2 + 4 * 4) * config.vocab_size  # bytes: bfloat16, then float32 four times
+    activations = (3 * mlp_width + attention * prompt_length) * prompt_length / group_size
+    logits = (2 + 4 * 4) * config.vocab_size  # bytes: bfloat16, and four times float32 in `pick_tokens`
     return max(1, int(free / 2 / ((cache + activations) * element + logits)))
 
 
 def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, uniforms, temperature):
-    """One turn of `sample`: rows [n] of the prompts `prompt_of` -> tokens [n, max_new_tokens], anything after an end.
+    """Decode n rows, row i of prompt prompt_of[i] -> tokens [n, max_new_tokens], arbitrary after a row's end.
 
-    Each prompt is read once, and its KV cache copied to the rows of its group. A row that has ended leaves the
-    batch, so that a long completion does not keep the short ones running: the last rows move into the places that
-    fell free. On CUDA, a step is the replay of a captured graph where the model allows that (`GraphStep`).
+    Each prompt is read once, and its KV cache is copied to the rows of its group. A row that has ended leaves the
+    batch, so that short completions cost nothing while the long ones continue. On CUDA, a step replays a captured graph
+    if the model allows it (`GraphStep`).
     """
-    n, device = len(prompt_of), prompt_ids.device
+    n, L, device = len(prompt_of), prompt_ids.shape[1], prompt_ids.device
     first, last = prompt_of[0].item(), prompt_of[-1].item() + 1
     mask, rows = prompt_mask[first:last], prompt_of - first
-    masked = not mask.all()
+    padded = not mask.all()  # otherwise the model gets no mask, which allows faster kernels
     cache = DynamicCache(config=model.config)
-    cache_name = next((name for name in ("past_key_values", "cache_params") if takes(model, name)), None)
-    if cache_name is None or not model._supports_default_dynamic_cache():  # **kwargs would swallow it; MiniMax, xLSTM
+    cache_name = "past_key_values" if takes(model, "past_key_values") else "cache_params"  # Mamba
+    if not takes(model, cache_name) or not model._supports_default_dynamic_cache():  # RWKV, MiniMax
         raise UserError(f"{type(model).__name__} takes no DynamicCache, so it cannot be sampled from")
     has_positions = takes(model, "position_ids")
 
@@ -1130,16 +1142,15 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
                      **extra, **{cache_name: cache}).logits[:, -1].float()
 
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    logits = forward(prompt_ids[first:last], mask if masked else None, positions)[rows]  # [n, V]
-    cache.reorder_cache(rows)
-    L = prompt_ids.shape[1]
-    room = max_new_tokens + -(L + max_new_tokens) % 8  # CUDA's attention likes multiples of 8
-    for i in range(len(cache.layers)):  # one at a time: no second cache in memory
+    logits = forward(prompt_ids[first:last], mask if padded else None, positions)[rows]  # [n, V]
+    cache.reorder_cache(rows)  # one row per completion, no longer per prompt
+    room = max_new_tokens + -(L + max_new_tokens) % 8  # CUDA's attention kernels prefer a multiple of 8 columns
+    for i in range(len(cache.layers)):  # layer by layer, so that there are never two whole caches in memory
         if type(cache.layers[i]) is DynamicLayer:
             cache.layers[i] = RoomyLayer(cache.layers[i], room)
     prompt_length = mask.sum(1)[rows]  # [n]
     mask = F.pad(mask, (0, room), value=1)[rows]  # [n, L+room]
-    masked = masked and cache_name == "past_key_values"  # Mamba's state has no columns
+    padded = padded and cache_name == "past_key_values"  # Mamba's state has no columns to mask
     graph = None
     look_every = 1 if device.type == "cpu" else 8  # to see which rows have ended, the CPU must wait for the GPU
 
@@ -1156,37 +1167,38 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
             m = int((~ended).sum())
             if m == 0:
                 break
-            many_ended = m <= len(ended) // 2 and len(ended) > LEAST_ROWS  # each graph has its number of rows
+            # A graph has a fixed number of rows, so it is given up only once half of them have ended.
+            many_ended = m <= len(ended) // 2 and len(ended) > LEAST_ROWS
             if m < len(ended) and (graph is None or many_ended):
-                # The m rows that still run get the first m places: a place whose row has ended takes one from behind.
-                # Of five rows, of which 1 and 3 have ended: stay = [0, 4, 2].
+                # Move the m running rows to the first m places: those further back fill the places of ended rows.
+                # For example, five rows, of which 1 and 3 have ended: stay = [0, 4, 2].
                 stay = torch.arange(m, device=device)
                 stay[ended[:m]] = m + (~ended[m:]).nonzero()[:, 0]
                 alive, chosen, mask, ended = (x[stay] for x in (alive, chosen, mask, ended))
                 cache.reorder_cache(stay)
                 graph = None
         if graph is None or L + t >= graph.width:
-            graph = None  # its memory goes before the next one is made
+            graph = None  # frees its memory before the next one is captured
             graph = capture_step(model, forward, cache, mask, L + t)
         ids, position = chosen[:, None], (prompt_length[alive] + t)[:, None]  # [m, 1]
-        seen = mask[:, :L + t + 1] if masked else None
+        seen = mask[:, :L + t + 1] if padded else None
         logits = graph(ids, position, L + t) if graph else forward(ids, seen, position)
     return tokens
 
 
 class RoomyLayer(DynamicLayer):
-    """A layer of DynamicCache with room for the tokens to come.
+    """A layer of DynamicCache that has room for all tokens to come.
 
-    DynamicLayer copies all its keys and values to append a token, and again to drop a row. Here a token is written
-    into its column, and only the rows that change place are copied.
+    DynamicLayer copies its keys and values to append a token, and again to drop a row. Here a token is written into
+    the column that waits for it, and only rows that move are copied.
     """
-    column = None  # set by GraphStep: a tensor, the column to write; attention then reads `width` columns
+    column = None  # GraphStep sets it to a tensor, the column to write; attention then always reads `width` columns
 
     def __init__(self, layer: DynamicLayer, room: int):
         super().__init__()
         n, heads, self.length, _ = layer.keys.shape
-        # A graph reads columns that were never written, with weight 0: they must not hold NaN. On CPU none is read,
-        # and memory that nobody touches costs nothing.
+        # A graph reads columns that were never written. Their attention weight is 0, but 0 · NaN would be NaN. On a CPU
+        # they are not read, and memory that nobody touches costs nothing.
         new = torch.zeros if layer.keys.is_cuda else torch.empty
         self.keys, self.values = (new(n, heads, self.length + room, x.shape[3], dtype=x.dtype, device=x.device)
                                   for x in (layer.keys, layer.values))
@@ -1206,59 +1218,63 @@ class RoomyLayer(DynamicLayer):
         return self.length
 
     def reorder_cache(self, stay) -> None:
-        """Row i becomes what row stay[i] was; stay[i] >= i, and none is read after it was written."""
+        """Row i becomes row stay[i], for as many rows as `stay` has. Only those that move are copied."""
         i = (stay != torch.arange(len(stay), device=stay.device)).nonzero()[:, 0]
         for x in (self.keys, self.values):
             x[i, :, :self.length] = x[stay[i], :, :self.length]
         self.keys, self.values = self.keys[:len(stay)], self.values[:len(stay)]
 
 
-# Of a captured graph. Smaller ones would save less than the 0.1 s (an estimate) that another capture takes.
+# The least sizes of a graph: a smaller one would not save the 0.1 s (an estimate) that its capture takes.
 LEAST_COLUMNS, LEAST_ROWS = 256, 16
 
 
 class GraphStep:
-    """One decoding step of a batch of m rows as a CUDA graph: one launch, not one for each of the model's kernels.
+    """One decoding step of m rows as a CUDA graph: a single launch instead of one for each of the model's kernels.
 
-    A replay repeats what was captured, at the same addresses. So what changes from step to step is in tensors that
-    `__call__` fills, and attention reads a fixed `width` of the cache, with the columns to come masked. When those are
-    full, or half of the rows have ended, `decode` captures another graph.
+    Replaying a graph repeats the captured kernels on the same addresses. So what changes from step to step is kept in
+    tensors that `__call__` overwrites, and attention reads a fixed `width` of the cache, with the columns to come
+    masked. When those are full, or half of the rows have ended, `decode` captures a new graph.
     """
 
     def __init__(self, forward, cache, mask, column: int):
         self.forward, self.cache = forward, cache
-        self.width = min(mask.shape[1], max(LEAST_COLUMNS, -(-2 * (column + 1) // 64) * 64))
+        doubled = -(-2 * (column + 1) // 64) * 64  # the columns so far times two, rounded up to a multiple of 64
+        self.width = min(mask.shape[1], max(LEAST_COLUMNS, doubled))
         self.mask, self.columns = mask[:, :self.width].bool(), torch.arange(self.width, device=mask.device)
         self.ids, self.position = torch.zeros(2, len(mask), 1, dtype=torch.long, device=mask.device)
         self.column = torch.tensor([column], device=mask.device)
-        for layer in cache.layers:
-            layer.column, layer.width = self.column, self.width  # not self: a cycle would keep the cache in memory
+        for layer in cache.layers:  # not layer.step = self: a reference cycle would keep the cache in memory
+            layer.column, layer.width = self.column, self.width
         self.graph = torch.cuda.CUDAGraph() if mask.is_cuda else None
-        if self.graph is not None:  # on a CPU, for tests, each call runs the same kernels one by one
+        if self.graph is not None:  # else, in tests on a CPU, each call runs the same kernels one by one
             capture = torch.cuda.graph(self.graph, capture_error_mode="thread_local")  # NCCL's own thread may call CUDA
-            here, stream = torch.cuda.current_stream(), capture.capture_stream  # the latter is one for all graphs
+            here, stream = torch.cuda.current_stream(), capture.capture_stream  # all captures share this stream
             stream.wait_stream(here)
-            with warnings.catch_warnings(action="ignore"):  # that this mode is a prototype
-                torch.cuda.set_sync_debug_mode("error")  # what waits for the GPU would break the allocator in a capture
+            # In a first run, which is not captured, libraries set themselves up. Operations that wait for the GPU raise
+            # an error in it: in a capture they would leave the memory allocator broken.
+            with warnings.catch_warnings(action="ignore"):  # PyTorch calls this mode a prototype
+                torch.cuda.set_sync_debug_mode("error")
             try:
-                with torch.cuda.stream(stream):  # a first run, not captured: libraries set up
+                with torch.cuda.stream(stream):
                     self.run()
-            finally:  # also where it failed half-way: what it queued writes into the cache
+            finally:  # after an error too: what was launched before it still writes into the cache
                 torch.cuda.set_sync_debug_mode("default")
                 here.wait_stream(stream)
-            with torch.cuda.stream(here), capture:  # a capture that fails leaves its stream set
+            with torch.cuda.stream(here), capture:  # the former restores the stream even if the capture fails
                 self.logits = self.run()
 
     def run(self):
         seen = self.mask & (self.columns <= self.column)  # [m, width]
-        AttentionInterface.register("sdpa", one_token_attention)  # under that name, which models compare with (Falcon)
+        # Under the name "sdpa" and not one of its own, because some models (Falcon) compare the name with that.
+        AttentionInterface.register("sdpa", one_token_attention)
         try:
             return self.forward(self.ids, seen[:, None, None], self.position)
         finally:
             AttentionInterface.register("sdpa", sdpa_attention_forward)
 
     def __call__(self, ids, position, column: int):
-        """Tokens and their positions [m, 1], into this column of the cache -> logits [m, V], until the next call."""
+        """Tokens and their positions, [m, 1] each, for a column of the cache -> logits [m, V], until the next call."""
         self.ids.copy_(ids)
         self.position.copy_(position)
         self.column.fill_(column)
@@ -1271,9 +1287,11 @@ class GraphStep:
 
 
 def one_token_attention(module, query, key, value, attention_mask, **kwargs):
-    """transformers' sdpa for one token a row: query [m, heads, 1, width], key and value [m, KV heads, columns, width]
-    -> [m, 1, heads, width]. With a mask, that of 5.17 copies each key and value to all heads that share it, at every
-    step; here those heads stand as the queries of their KV head, as in 5.23.
+    """transformers' sdpa attention, for one token per row, without copying the keys and values to every query head.
+
+    query [m, heads, 1, width], key and value [m, KV heads, columns, width] -> [m, 1, heads, width]. Under a mask,
+    transformers 5.17 repeats each KV head for all query heads that share it, at every step. Here those heads become
+    several queries to their one KV head, as in transformers 5.23.
     """
     m, heads, _, width = query.shape
     one_mask = attention_mask is not None and attention_mask.shape[1] == 1  # Doge has one for each head
@@ -1285,19 +1303,19 @@ def one_token_attention(module, query, key, value, attention_mask, **kwargs):
 
 
 def can_use_graph(model, cache) -> bool:
-    """Only "sdpa" takes a 4D mask of booleans; sliding windows and the like have caches of other kinds."""
+    """Only "sdpa" takes GraphStep's 4D boolean mask; caches of sliding windows and the like are no RoomyLayers."""
     return (model.device.type == "cuda" and not hasattr(model, "no_graph")
             and model.config._attn_implementation == "sdpa"
             and all(isinstance(layer, RoomyLayer) for layer in cache.layers) and takes(model, "position_ids"))
 
 
 def capture_step(model, forward, cache, mask, column: int) -> GraphStep | None:
-    """None, with one warning, if the model does something that a graph cannot hold: then steps run without one."""
+    """A GraphStep; or None, after one warning, if the model does what cannot be captured. Then steps run without."""
     try:
         return GraphStep(forward, cache, mask, column) if can_use_graph(model, cache) else None
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, ValueError) as error:  # ValueError: ALiBi made from a mask of two dimensions
+    except (RuntimeError, ValueError) as error:  # ValueError: ALiBi wants a mask of two dimensions
         warnings.warn(f"{type(model).__name__}: sampling without a CUDA graph, which is slower: {innermost(error)}")
         model.no_graph = True
         for layer in cache.layers:
@@ -1305,11 +1323,11 @@ def capture_step(model, forward, cache, mask, column: int) -> GraphStep | None:
 
 
 def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[n, V] logits -> [n] token ids: draws from softmax(logits / temperature), the likeliest where that is 0.
+    """[n, V] logits -> [n] token ids: draws from softmax(logits / temperature), the likeliest if that is 0.
 
-    The draw is the first token whose cumulative probability exceeds the uniform number. Cumulative sums are float64, so
-    that tokens rarer than float32 can count keep their share. One over the whole vocabulary would be slow and large:
-    first the draw's block of 512 tokens is found by the blocks' sums, then the token by the place within the block.
+    The draw is the first token whose cumulative probability exceeds the uniform number. The sums are float64, because
+    float32 would round the share of rare tokens away. To sum up the whole vocabulary like that would be slow, so it is
+    cut into blocks of 512 tokens: the sums of the blocks tell in which block the draw falls, and how far into it.
     """
     if temperature == 0:
         return logits.argmax(-1)
@@ -1317,47 +1335,42 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
     size = min(V, 512)
     if temperature != 1.0:
         logits = logits / temperature
-    weights = logits.new_zeros(n, -(-V // size) * size)
+    weights = logits.new_zeros(n, -(-V // size) * size)  # probabilities, not normalised; zeros after the last
     torch.exp(logits - logits.amax(-1, keepdim=True), out=weights[:, :V])
     weights = weights.view(n, -1, size)
     sums = weights.sum(-1).double()  # [n, blocks]
     below = sums.cumsum(-1)
-    threshold = just_below(uniforms[:, None] * below[:, -1:], below[:, -1:])  # [n, 1]
-    block = torch.searchsorted(below, threshold, right=True).clamp(max=below.shape[1] - 1)  # beyond: NaN logits
+    threshold = uniforms[:, None] * below[:, -1:]  # [n, 1]
+    block = torch.searchsorted(below, threshold, right=True).clamp(max=below.shape[1] - 1)  # clamped for NaN logits
     place = (threshold - F.pad(below, (1, 0)).gather(1, block)) / sums.gather(1, block)  # in the block, 0 to 1
+    place = place.clamp(max=1 - 2 ** -53)  # rounding may make it 1, but no cumulative sum exceeds the whole
     below = weights[torch.arange(n, device=block.device), block[:, 0]].cumsum(-1, dtype=torch.float64)  # [n, size]
-    token = torch.searchsorted(below, just_below(place * below[:, -1:], below[:, -1:]), right=True)
+    token = torch.searchsorted(below, place * below[:, -1:], right=True)
     return (block * size + token)[:, 0].clamp(max=V - 1)
-
-
-def just_below(threshold: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Rounding may lift a threshold to the total, which no cumulative sum exceeds."""
-    return threshold.minimum(torch.nextafter(total, torch.zeros_like(total)))
 
 
 # --------------------------------------------------------------------------------------------------- log-probs
 #
 # What each function saves, from the outermost to the innermost:
 #   once_each            rows that are copies of another
-#   completion_logprobs  logits of prompts and padding: the head gets only the hidden states before completion tokens
+#   completion_logprobs  logits of prompts and padding: only the states before completion tokens go through the head
 #   hidden_states        left padding, and (`read_prefixes_once`) prefixes that several rows share
 #   SlicedLogprobs       memory: of the logits only some columns exist at a time
 
 HEAD_SLICE = {"cpu": 2 ** 21, "cuda": 2 ** 27}  # logits (tokens × vocabulary) at a time: 8 MB, 512 MB in float32
-SHARED_TOKENS = 400  # prefixes are read once if that saves so many, and a fifth: else a second pass costs more
+SHARED_TOKENS = 400  # a prefix is read once if that saves more tokens than this, and a fifth: the extra pass costs too
 
 
 def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int, temperature: float = 1.0):
     """Log-probability of each of the last T = num_completion_tokens tokens, and the entropy of the distribution it was
     drawn from.
 
-    input_ids, attention_mask: [B, L+T], padded on the left before the prompt, which has a token at least, and on the
-    right after the completion. The model is used in the mode it is in: `model.eval()` first, unless it has no dropout.
+    input_ids, attention_mask: [B, L+T], with left-padded prompts of at least one token and right-padded completions.
     Returns (logprobs, entropy), float32 [B, T], both of softmax(logits / temperature), 0 on padding, with gradients.
+    Call `model.eval()` first if the model has dropout.
 
-    [B, T, V] never exists: the logits of the real completion tokens are worked out by slices of the vocabulary, again
-    in the backward pass. Where they are not what `head_logits` makes of hidden states, all are held at once, with one
-    warning.
+    [B, T, V] never exists: the logits of the real completion tokens are computed in slices of the vocabulary, and again
+    in the backward pass. A head that `head_logits` cannot reproduce gets full logits, with one warning.
     """
     if num_completion_tokens >= input_ids.shape[1]:
         raise ValueError("no prompt: nothing comes before the first token, so it has no log-prob")
@@ -1368,7 +1381,7 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
 def once_each(function, model, input_ids, attention_mask, *args):
     """The tensors [B, …] that `function(model, input_ids, attention_mask, *args)` returns.
 
-    Rows that are the same, as short completions of a prompt often are, are computed once; their gradients add up.
+    Equal rows, as short completions of a prompt often are, are computed once; their gradients add up.
     """
     distinct, copy_of = distinct_rows(input_ids.where(attention_mask > 0, -1))
     if len(distinct) == len(input_ids):
@@ -1378,140 +1391,139 @@ def once_each(function, model, input_ids, attention_mask, *args):
 
 
 def distinct_rows(ids):
-    """[B, L] -> (the distinct rows, sorted; the number [B] of the one that each row is)."""
-    return [x.to(ids.device) for x in ids.cpu().unique(dim=0, return_inverse=True)]  # few rows: no work for a GPU
+    """[B, L] -> (its distinct rows, sorted; for each of the B rows, the number of its distinct one)."""
+    return [x.to(ids.device) for x in ids.cpu().unique(dim=0, return_inverse=True)]  # too little work for a GPU
 
 
 def completion_tokens(attention_mask, T: int):
-    """The cells (row [n], column [n]) of the real tokens in the last T columns; the token [n] before each, as counted
-    from 0 in its row."""
+    """The real tokens in the last T columns -> (their rows [n], their columns [n], the number [n] of the token before
+    each, where its row's first real token is number 0)."""
     L = attention_mask.shape[1] - T
     row, column = attention_mask[:, L:].nonzero(as_tuple=True)
-    return (row, column), attention_mask[:, :L].sum(1)[row] + column - 1
+    return row, column, attention_mask[:, :L].sum(1)[row] + column - 1
 
 
-def hidden_states(model, input_ids, attention_mask, row, last):
-    """The hidden state [n, H] after token last[i] of row row[i], where a row's first real token is number 0.
+def hidden_states(model, input_ids, attention_mask, row, last, logits: bool = False):
+    """Hidden states [n, H], or the model's own logits [n, V], at token last[i] of row row[i], where the first real
+    token of a row is number 0.
 
-    Each row is shifted left by its padding, so that it begins at column 0 with position 0. In a causal model what
-    follows a token cannot change it, so no attention mask is needed and the fast causal kernels run.
+    Each row is shifted left by its padding, so that it begins at column 0 with position 0. In a causal model a token
+    does not see what follows it, so no attention mask is needed and the fast causal kernels run.
     """
-    ids = shift_left(input_ids, attention_mask, int(last.max()) + 1 if len(row) else 1)
-    shared = prefix_to_share(ids) if can_share_prefixes(model) else 0
-    if shared:
-        hidden = read_prefixes_once(model, ids, shared)
-    else:
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    return cells_of(hidden, row, last)
-
-
-def cells_of(x, row, column):
-    """x[row, column] of x [B, width, …]. By index_select, as in `once_each` and `read_prefixes_once`: the gradient of
-    indexing takes seven times as long on a CPU, and adds up repeats in any order (unless `setup_device` was called)."""
-    return x.flatten(0, 1).index_select(0, row * x.shape[1] + column)
-
-
-def shift_left(input_ids, attention_mask, width: int):
-    """The first `width` columns of the rows without their left padding."""
-    start = attention_mask.to(torch.int32).argmax(1)  # [B] the first real column
+    width = int(last.max()) + 1 if len(row) else 1
+    start = attention_mask.argmax(1)  # [B] the first real column
     columns = torch.arange(width, device=input_ids.device) + start[:, None]
-    return input_ids.gather(1, columns.clamp(max=input_ids.shape[1] - 1))
+    ids = input_ids.gather(1, columns.clamp(max=input_ids.shape[1] - 1))  # [B, width]
+    if logits:
+        out = model(input_ids=ids, use_cache=False).logits
+    elif can_share_prefixes(model) and (shared := prefix_to_share(ids)):
+        out = read_prefixes_once(model, ids, shared)
+    else:
+        out = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    # This is out[row, last], but the gradient of such indexing takes seven times as long on a CPU.
+    return out.flatten(0, 1).index_select(0, row * width + last)
 
 
 def can_share_prefixes(model) -> bool:
-    """Can the KV cache of one row go to others? Recomputing activations switches it off; sliding windows and the like
-    have caches of other kinds. Several ranks would gather each layer twice, and hold all its gradients unsharded."""
+    """Can one row's KV cache be handed to others?
+
+    Recomputing activations switches the cache off; sliding windows and the like have layers of other kinds. Under FSDP,
+    the second forward pass would gather every layer again and hold all gradients unsharded.
+    """
     return (world_size() == 1 and model.config._attn_implementation in ("sdpa", "eager")
-            and takes(model, "position_ids") and takes(model, "past_key_values")  # GPT-1 would ignore a cache
+            and takes(model, "position_ids") and takes(model, "past_key_values")
             and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
             and all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers))
 
 
 def prefix_to_share(ids) -> int:
-    """How long a prefix of ids [B, width] (the prompt, for example) to read once for all rows that share it: the length
-    that saves most tokens. 0 if those are not a fifth of all, or not SHARED_TOKENS."""
+    """How many columns of ids [B, width] to read once for all rows that agree in them (in the prompt, for example).
+
+    It is the number that saves most tokens, or 0 if that saves no more than a fifth of them, or than SHARED_TOKENS.
+    """
     rows = ids.cpu().unique(dim=0)  # sorted: those that share a prefix are neighbours
     differs = (rows[1:] != rows[:-1]).cumsum(1) > 0  # from the row above, in this column or before
-    repeated = (~differs).sum(0)[:-1] + len(ids) - len(rows)  # prefixes, of 1, 2, … columns
-    saved = repeated * torch.arange(1, ids.shape[1])  # tokens
-    return int(saved.argmax()) + 1 if len(saved) and saved.max() > max(ids.numel() / 5, SHARED_TOKENS) else 0
+    distinct = 1 + differs.sum(0)[:-1]  # prefixes of 1, 2, … columns
+    saved = (len(ids) - distinct) * torch.arange(1, ids.shape[1])  # tokens
+    if len(saved) == 0 or saved.max() <= max(ids.numel() / 5, SHARED_TOKENS):
+        return 0
+    return int(saved.argmax()) + 1
 
 
 def read_prefixes_once(model, ids, shared: int):
-    """Hidden states [B, width, H] of ids [B, width]. Each distinct prefix, of `shared` columns, is read once; its KV
+    """Hidden states [B, width, H] of ids [B, width]. Each distinct prefix, of `shared` columns, is read once. Its KV
     cache is copied to its rows, which continue from there, and gradients flow back through the copies."""
-    prefixes, which = distinct_rows(ids[:, :shared])
     cache, positions = DynamicCache(config=model.config), torch.arange(ids.shape[1], device=ids.device)[None]
-    hidden = model.base_model(input_ids=prefixes, position_ids=positions[:, :shared], past_key_values=cache,
-                              use_cache=True).last_hidden_state
+
+    def read(ids, positions):
+        return model.base_model(input_ids=ids, position_ids=positions, past_key_values=cache,
+                                use_cache=True).last_hidden_state
+    prefixes, which = distinct_rows(ids[:, :shared])
+    hidden = read(prefixes, positions[:, :shared])
     cache.reorder_cache(which)
-    rest = model.base_model(input_ids=ids[:, shared:], position_ids=positions[:, shared:], past_key_values=cache,
-                            use_cache=True).last_hidden_state
-    return torch.cat([hidden.index_select(0, which), rest], 1)
+    return torch.cat([hidden.index_select(0, which), read(ids[:, shared:], positions[:, shared:])], 1)
 
 
 def head_logits(config, hidden, weight, bias=None):
     """[n, H] -> [n, V], float32, with the bias, scale or soft cap that some architectures have.
 
-    With rows of the weight and the bias: the logits of this slice of the vocabulary.
+    With some rows of the weight and the bias: the logits of that slice of the vocabulary.
     """
     config = config.get_text_config()
-    logits = F.linear(hidden.to(weight.dtype), weight, bias).float()  # Mamba's hidden states are float32, always
+    logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
     if scale := getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None):
         logits = logits * scale  # Cohere; Falcon-H1
     if scale := getattr(config, "logits_scaling", None):  # Granite
         logits = logits / scale
-    if cap := getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None):
-        logits = cap * torch.tanh(logits / cap)  # Gemma 2; RecurrentGemma
+    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma 2
+        logits = cap * torch.tanh(logits / cap)
     return logits
 
 
 def completion_logprobs(model, input_ids, attention_mask, T, temperature, sliced: bool):
     """`token_logprobs` of rows [B, L+T], by slices of the vocabulary or from the model's own logits [B, L+T, V]."""
-    cells, before = completion_tokens(attention_mask, T)
-    targets = input_ids[:, input_ids.shape[1] - T:][cells]
+    row, column, before = completion_tokens(attention_mask, T)
+    targets = input_ids[:, input_ids.shape[1] - T:][row, column]  # [n]
+    states = hidden_states(model, input_ids, attention_mask, row, before, logits=not sliced)  # what predicts them
     if sliced:
-        hidden = hidden_states(model, input_ids, attention_mask, cells[0], before)  # what predicts the tokens
-        size = max(1, HEAD_SLICE[hidden.device.type] // max(1, len(hidden)))
+        size = max(1, HEAD_SLICE[states.device.type] // max(1, len(states)))
         size -= size % min(size, 128)  # tensor cores want aligned rows
         head = model.get_output_embeddings().parameters()
-        values = SlicedLogprobs.apply(model.config, targets, temperature, size, hidden, *head)
+        values = SlicedLogprobs.apply(model.config, targets, temperature, size, states, *head)
     else:
-        ids = shift_left(input_ids, attention_mask, int(attention_mask.sum(1).max()))  # as in hidden_states
-        logits = cells_of(model(input_ids=ids, use_cache=False).logits, cells[0], before)  # [n, V]
-        logp = (logits.float() / temperature).log_softmax(-1)
+        logp = (states.float() / temperature).log_softmax(-1)  # [n, V]
         values = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(1)  # entropy: −Σ p log p
     empty = torch.zeros(len(input_ids), T, device=targets.device)
-    return tuple(empty.index_put(cells, value) for value in values)
+    return tuple(empty.index_put((row, column), value) for value in values)
 
 
 def logits_gradient(logp, targets, entropy, temperature, grad, grad_entropy):
-    """The gradient [n, V] of logits, from those of the log-probs and entropies [n]. Overwrites `logp`, log p_v.
+    """The gradient [n, V] of the logits, from those of the log-probs and entropies, [n] or None. Overwrites `logp`.
 
-    ∂ log p_y / ∂ logit_v = (1[v = y] − p_v) / τ  and  ∂H / ∂ logit_v = −p_v (log p_v + H) / τ,  with the targets y (may
-    lie outside the V columns), the entropy H and the temperature τ.
+    ∂ log p_y / ∂ logit_v = (1[v = y] − p_v) / τ  and  ∂H / ∂ logit_v = −p_v (log p_v + H) / τ,  with the targets y, the
+    entropy H and the temperature τ. `logp`, log p_v, may be a slice of the vocabulary, and then lacks some targets.
     """
     grad = (torch.zeros_like(entropy) if grad is None else grad)[:, None] / temperature
-    out, factor = logp.exp(), -grad
-    if grad_entropy is not None:  # logp is not needed again
+    probs, factor = logp.exp(), -grad
+    if grad_entropy is not None:
         factor = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None] / temperature).sub_(grad)
     column = targets.clamp(0, logp.shape[1] - 1)
-    return out.mul_(factor).scatter_add_(1, column[:, None], grad * (column == targets)[:, None])
+    return probs.mul_(factor).scatter_add_(1, column[:, None], grad * (column == targets)[:, None])
 
 
 class SlicedLogprobs(torch.autograd.Function):
     """Log-probability of the targets [n], and entropy [n] of the distributions, from hidden states [n, H].
 
-    Of `head_logits(config, hidden, *weights)`, [n, V], only `size` columns exist at a time.
+    Of the logits `head_logits(config, hidden, *weights)`, [n, V], only `size` columns exist at a time.
 
-    With z_v = logit_v / τ less the largest of its row,  log p_v = z_v − log Σ exp z  and  H = log Σ exp z − Σ p z. The
-    forward pass keeps the sums Σ exp z and Σ z exp z of each slice, with z less the largest of that slice, and then
-    shifts them to the largest of all (as in arXiv:1805.02867). The backward pass works the logits out again.
+    With z_v = logit_v / τ less the row's maximum,  log p_v = z_v − log Σ exp z  and  H = log Σ exp z − Σ p z. For each
+    slice the forward pass keeps Σ exp z and Σ z exp z, with z less the slice's own maximum; in the end it shifts them
+    to the maximum of the whole row (as in arXiv:1805.02867). The backward pass computes the logits again.
     """
 
     @staticmethod
     def forward(ctx, config, targets, temperature, size, hidden, *weights):
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # an unused output has gradient None, which saves its share of the work
         starts = range(0, len(weights[0]), size)
         largest, sums, sums_of_z, of_target = hidden.new_empty(4, len(hidden), len(starts), dtype=torch.float32)
         for i, start in enumerate(starts):
@@ -1521,20 +1533,22 @@ class SlicedLogprobs(torch.autograd.Function):
             column = (targets - start).clamp(0, logits.shape[1] - 1)  # the target's, if it is in this slice
             of_target[:, i] = z.gather(1, column[:, None])[:, 0]
             exp_z = z.exp()
-            sums[:, i], sums_of_z[:, i] = exp_z.sum(1), torch.bmm(exp_z[:, None], z[:, :, None])[:, 0, 0]
+            sums[:, i] = exp_z.sum(1)
+            sums_of_z[:, i] = torch.bmm(exp_z[:, None], z[:, :, None])[:, 0, 0]  # a dot product for each row
         top = largest.amax(1, keepdim=True)
-        shift = largest - top
+        shift = largest - top  # [n, slices]
         total = (shift.exp() * sums).sum(1)
         entropy = total.log() - (shift.exp() * (sums_of_z + shift * sums)).sum(1) / total
         ctx.arguments = config, temperature, size
         ctx.save_for_backward(targets, top, total.log(), entropy, hidden, *weights)
-        return (of_target + shift).gather(1, targets[:, None] // size)[:, 0] - total.log(), entropy
+        of_target = (of_target + shift).gather(1, targets[:, None] // size)[:, 0]  # of the slice that the target is in
+        return of_target - total.log(), entropy
 
     @staticmethod
     def backward(ctx, *grads):
         config, temperature, size = ctx.arguments
         targets, top, log_total, entropy, hidden, *weights = ctx.saved_tensors
-        hidden = hidden.detach().float().requires_grad_()  # float32, for its gradient is a sum over the slices
+        hidden = hidden.detach().float().requires_grad_()  # float32, since its gradient is a sum over the slices
         grad_weights = [torch.empty_like(w) for w in weights]
         for start in range(0, len(weights[0]), size):
             part = [w[start:start + size].detach().requires_grad_() for w in weights]
@@ -1547,36 +1561,26 @@ class SlicedLogprobs(torch.autograd.Function):
         return None, None, None, None, hidden.grad, *grad_weights
 
 
-def takes(model, name: str) -> bool:
-    return name in inspect.signature(type(model).forward).parameters
-
-
 @torch.no_grad()
 def head_is_sliceable(model) -> bool:
-    """Are its logits what `head_logits` makes of hidden states, and those blind to what follows? Warns if not.
-
-    Compared once, on eight tokens.
-    """
+    """Are the model's logits what `head_logits` makes of its hidden states? Compared once, on eight tokens; warns if
+    not."""
     if hasattr(model, "head_is_sliceable"):
         return model.head_is_sliceable
     ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
 
-    def compare(model, ids):  # on CUDA, FSDP of torch up to 2.11 cannot wrap a call without arguments
-        whole, without_last = (model.base_model(input_ids=x, use_cache=False).last_hidden_state
-                               for x in (ids, ids[:, :-1]))
-        logits = head_logits(model.config, whole, *model.get_output_embeddings().parameters())
+    def compare(model, ids):
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        logits = head_logits(model.config, hidden, *model.get_output_embeddings().parameters())
         own_logits = model(input_ids=ids, use_cache=False).logits
-        tolerance = 1e-4 if own_logits.dtype == torch.float32 else 0.01  # a cap or a scale in bfloat16
-        moved = (whole[:, :-1] - without_last).norm() / whole.norm()  # 0, but for kernels that round by shape
-        return torch.allclose(logits, own_logits.float(), tolerance, tolerance) and bool(moved < 20 * tolerance)
+        tolerance = 1e-4 if own_logits.dtype == torch.float32 else 0.01  # bfloat16 rounds a cap or a scale
+        return torch.allclose(logits, own_logits.float(), tolerance, tolerance)
     try:
         with evaluating(model):
-            sliceable = call_gathered(compare, model, ids)
-        # FSDP gathers layer by layer, so all ranks must make the same passes.
-        model.head_is_sliceable = on_all_ranks(sliceable) if isinstance(model, FSDPModule) else sliceable
+            model.head_is_sliceable = call_gathered(compare, model, ids)
     except torch.OutOfMemoryError:
         raise
-    except (AttributeError, TypeError, RuntimeError):  # RuntimeError: hidden states of another width
+    except (AttributeError, TypeError, RuntimeError):  # no such head, or hidden states of another width
         model.head_is_sliceable = False
     if not model.head_is_sliceable:
         warnings.warn(f"{type(model).__name__}: its logits are not a plain head on the last hidden states, so "
@@ -1590,17 +1594,14 @@ def token_values(model, input_ids, attention_mask, T: int):
     `model` is a sequence classifier with one label, whose head is `score`.
     """
     def compute(model, input_ids, attention_mask):
-        cells, before = completion_tokens(attention_mask, T)
-        values = scores_at(model, input_ids, attention_mask, cells[0], before)
-        return (torch.zeros(len(input_ids), T, device=values.device).index_put(cells, values),)
+        row, column, before = completion_tokens(attention_mask, T)
+        values = scores_at(model, input_ids, attention_mask, row, before)
+        return (torch.zeros(len(input_ids), T, device=values.device).index_put((row, column), values),)
     return once_each(compute, model, input_ids, attention_mask)[0]
 
 
 def sequence_scores(model, input_ids, attention_mask):
-    """A sequence classifier's score [B], float32, at the last real token of each row, EOS included.
-
-    By position, not by `ids != pad`: the pad token may be the EOS.
-    """
+    """A sequence classifier's score [B], float32, at the last real token of each row, which may be the EOS."""
     def compute(model, input_ids, attention_mask):
         row = torch.arange(len(input_ids), device=input_ids.device)
         scores = scores_at(model, input_ids, attention_mask, row, attention_mask.sum(1) - 1)
@@ -1608,16 +1609,17 @@ def sequence_scores(model, input_ids, attention_mask):
     return once_each(compute, model, input_ids, attention_mask)[0]
 
 
-def scores_at(model, *where):
-    """The head's scores [n] of `hidden_states(model, *where)`, in float32: bfloat16 would tie close ones."""
-    return F.linear(hidden_states(model, *where).float(), *(p.float() for p in model.score.parameters()))[:, 0]
+def scores_at(model, input_ids, attention_mask, row, last):
+    """The head's scores [n] of these `hidden_states`, in float32: in bfloat16, close ones would tie."""
+    hidden = hidden_states(model, input_ids, attention_mask, row, last)
+    return F.linear(hidden.float(), *(p.float() for p in model.score.parameters()))[:, 0]
 
 
 @torch.no_grad()
 def rollout_values(model, rollout: Rollout, minibatches, max_tokens: int, compute=token_values) -> torch.Tensor:
     """Values [N, T] of the rows of `minibatches`, on every rank, without gradient; 0 elsewhere, and without a model.
 
-    Computed in the micro-batches of the update, so that in bfloat16 both round alike.
+    They are computed in the micro-batches of the update, so that in bfloat16 both round alike.
     """
     out = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
     for minibatch in minibatches if model is not None else []:
@@ -1642,16 +1644,17 @@ MAX_PADDING = 0.08  # of a micro-batch, unless it is below a quarter of --micro_
 
 
 def micro_batches(batch, blocks: list, max_tokens: int):
-    """Deal the sequences of one optimizer step into micro-batches; yield this rank's.
+    """Divide the sequences of one optimizer step into micro-batches; yield this rank's.
 
-    batch: a Rollout, Batch or the like. blocks: row numbers, or lists of those that must stay together (answers to a
-    prompt). Yields (rows [B], input_ids [B, L+T], attention_mask [B, L+T], T), trimmed to the longest prompt and
-    completion among them, at most `max_tokens` tokens, with padding and without copies of the same row, unless a single
-    block has more. Sorted, the longest first (and then by row: so copies meet), and not filled up where the next block
-    would make too much of it padding.
+    batch: a Rollout, Batch or the like. blocks: row numbers, or lists of rows that must stay together (answers to one
+    prompt). Yields (rows [B], input_ids [B, L+T], attention_mask [B, L+T], T), each no wider than its rows need.
 
-    Every rank yields the same number: FSDP's gradient reduction waits for all. A rank that has none of its own, since
-    there are fewer blocks than ranks, yields the first block again, with T = 0: that must get no weight.
+    A micro-batch has at most `max_tokens` tokens, with padding but without copies of a row, unless a single block has
+    more. Blocks are dealt by length, the longest first, and equally long ones by row, so that copies meet. Where the
+    next block would make too much of a micro-batch padding, another begins.
+
+    Every rank yields the same number, since FSDP's gradient reduction waits for all. If there are fewer blocks than
+    ranks, a rank without one yields the first block again, with T = 0: it must get no weight.
     """
     total, completion = batch.attention_mask.sum(1).tolist(), batch.mask.sum(1).tolist()
     prompt = [t - c for t, c in zip(total, completion)]
@@ -1666,12 +1669,13 @@ def micro_batches(batch, blocks: list, max_tokens: int):
         group, held, tokens, L, T = [], set(), 0, 0, 0
         longest = max(total[row] for row in waiting[0])
         while waiting:
-            new = {copy_of[row]: total[row] for row in waiting[0] if copy_of[row] not in held}  # copies take room once
+            block = waiting[0]
+            new = {copy_of[row]: total[row] for row in block if copy_of[row] not in held}
             held |= new.keys()
             tokens += sum(new.values())
-            L, T = max(L, *(prompt[row] for row in waiting[0])), max(T, *(completion[row] for row in waiting[0]))
-            size = len(held) * (L + T)  # prompts and completions padded apart
-            padding = 1 - tokens / len(held) / longest  # shifted left, as wide as the longest
+            L, T = max(L, *(prompt[row] for row in block)), max(T, *(completion[row] for row in block))
+            size = len(held) * (L + T)
+            padding = 1 - tokens / len(held) / longest  # of what is computed, where rows are shifted left
             if group and size > max_tokens / 4 and (size > max_tokens or padding > MAX_PADDING):
                 break
             group.append(waiting.popleft())

@@ -72,16 +72,6 @@ def test_a_head_in_bfloat16_takes_hidden_states_in_float32():
     assert common.head_is_sliceable(model.bfloat16())
 
 
-def test_a_model_that_looks_ahead_is_noticed():
-    """The rows of a batch are read without their padding, and without what follows: right for causal models alone."""
-    looks_ahead = random_model("Llama")[0]  # its head is a plain one
-    for layer in looks_ahead.model.layers:
-        layer.self_attn.is_causal = False
-    for model in (looks_ahead, random_model("Bert")[0]):
-        with pytest.warns(UserWarning, match="all logits at once"):
-            assert not common.head_is_sliceable(model)
-
-
 def test_an_unknown_head_falls_back_to_full_logits_with_one_warning(recwarn):
     """A head that `head_logits` does not know: here logits + position. Values stay those of the model."""
     model, tokenizer = random_model("Qwen2")
@@ -326,16 +316,6 @@ def test_recomputed_activations_share_nothing(monkeypatch):
     cfg = SimpleNamespace(freeze_layers=0, gradient_checkpointing=True, lr=1e-4, steps=1, lr_schedule="constant", warmup_steps=0)
     common.make_optimizer(model, cfg)
     torch.testing.assert_close(common.token_logprobs(model, ids, mask, completion.shape[1])[0], expected)
-
-
-def test_ranks_agree_on_the_head_under_fsdp_alone(monkeypatch):
-    """All must make the same passes there; a copy of the model on each rank (DDP) waits for nobody."""
-    monkeypatch.setattr(common, "on_all_ranks", lambda mine: False)
-    assert common.head_is_sliceable(random_model("Qwen2")[0])
-    monkeypatch.setattr(common, "FSDPModule", torch.nn.Module)
-    monkeypatch.setattr(common, "call_gathered", lambda function, *args: function(*args))
-    with pytest.warns(UserWarning, match="not a plain head"):
-        assert not common.head_is_sliceable(random_model("Qwen2")[0])
 
 
 def test_several_ranks_share_nothing(monkeypatch):
