@@ -1127,7 +1127,7 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     if the model allows it (`GraphStep`).
     """
     n, L, device = len(prompt_of), prompt_ids.shape[1], prompt_ids.device
-    first, last = prompt_of[0].item(), prompt_of[-1].item() + 1
+    first, last = prompt_of[0].item(), prompt_of[-1].item() + 1  # prompt_of is sorted
     mask, rows = prompt_mask[first:last], prompt_of - first
     padded = not mask.all()  # otherwise the model gets no mask, which allows faster kernels
     cache = DynamicCache(config=model.config)
@@ -1617,7 +1617,7 @@ def scores_at(model, input_ids, attention_mask, row, last):
 
 @torch.no_grad()
 def rollout_values(model, rollout: Rollout, minibatches, max_tokens: int, compute=token_values) -> torch.Tensor:
-    """Values [N, T] of the rows of `minibatches`, on every rank, without gradient; 0 elsewhere, and without a model.
+    """Values [N, T] of the rows of `minibatches`, on every rank, without gradient; 0 elsewhere, or if model is None.
 
     They are computed in the micro-batches of the update, so that in bfloat16 both round alike.
     """

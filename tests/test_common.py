@@ -37,7 +37,7 @@ def logprobs_and_entropy(model, ids, n: int, temperature: float):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logprobs_and_entropy_are_those_of_each_row_alone(architecture):
-    """Without any padding."""
+    """A padded row must give what the model gives for that row without any padding."""
     model, tokenizer = random_model(architecture)
     if architecture == "Gemma2":
         model.config.final_logit_softcapping = 2.0  # low, so that a missing soft cap would show
@@ -67,13 +67,13 @@ def test_a_scaled_or_biased_head_is_exact(changes):
 
 
 def test_a_head_in_bfloat16_takes_hidden_states_in_float32():
-    """Mamba's last norm returns those whatever the dtype of its weights."""
+    """Mamba's last norm returns float32 whatever the dtype of its weights."""
     model, _ = random_model("Mamba")
     assert common.head_is_sliceable(model.bfloat16())
 
 
 def test_an_unknown_head_falls_back_to_full_logits_with_one_warning(recwarn):
-    """A head that `head_logits` does not know: here logits + position. Values stay those of the model."""
+    """A head that `head_logits` does not know: each column of the logits has a factor. The model's own values count."""
     model, tokenizer = random_model("Qwen2")
     plain = type(model).forward
 
@@ -135,7 +135,7 @@ def test_slices_of_the_vocabulary_give_the_values_and_gradients_of_plain_operati
 @pytest.mark.parametrize("used", [[0], [1], [0, 1]])  # log-probs, as in most losses; the entropy; both
 @pytest.mark.parametrize("offset, spread", [(0, 5), (-1000, 5), (0, 1000)])
 def test_slices_keep_their_digits_where_logits_are_large(offset, spread, used):
-    """Against float64: exp of such logits overflows, and log Σ exp of them has few digits after the point."""
+    """Compared with float64. exp of such logits overflows in float32, and log Σ exp of them has few decimals left."""
     hidden, weight = torch.randint(-8, 9, (5, 16)) / 8.0, (torch.randn(97, 16) * spread).round() / 8  # exact logits
     targets, coefficients = torch.tensor([0, 96, 7, 50, 13]), torch.randn(2, 5)
 
@@ -172,7 +172,7 @@ def test_micro_batches_deal_every_row_once_and_keep_blocks_together(max_tokens):
 
 
 def test_long_and_short_rows_do_not_share_a_micro_batch():
-    """Eight rows of 25 tokens and eight of 5 would be 40% padding; a small micro-batch may be anything."""
+    """Eight rows of 25 tokens and eight of 5 would be 40% padding. Below a quarter of max_tokens that is allowed."""
     batch = common.Batch(*common.collate([[i] for i in range(16)], [[7] * n for n in [24, 4] * 8], 0))
     dealt = [rows.tolist() for rows, *_ in common.micro_batches(batch, list(range(16)), 500)]
     assert dealt == [list(range(0, 16, 2)), list(range(1, 16, 2))]
@@ -213,7 +213,7 @@ def test_equal_rows_are_computed_once(compute):
 
 
 def test_copies_share_a_micro_batch(monkeypatch):
-    """Six rows of 25 tokens, shuffled, three and three the same: a micro-batch of 25 tokens has room for all copies."""
+    """Three copies each of two rows of 25 tokens, shuffled: a micro-batch of 25 tokens has room for three copies."""
     batch = common.Batch(*common.collate([[5]] * 3 + [[6]] * 3, [[7] * 24] * 6, 0))
     rows = torch.tensor([4, 0, 3, 2, 5, 1])
     dealt = [rows.tolist() for rows, *_ in common.micro_batches(batch, rows, 25)]
@@ -226,7 +226,7 @@ def test_copies_share_a_micro_batch(monkeypatch):
     ("Qwen2", True), ("Llama", True), ("GPT2", True), ("Qwen3", True), ("GPTNeo", True), ("Falcon", True), ("Cohere", True),
     ("Bloom", False), ("OpenAIGPT", False), ("Mistral", False), ("Gemma2", False)])
 def test_a_prefix_is_read_once_for_all_rows_that_share_it(architecture, can_share, monkeypatch):
-    """Same log-probs, entropies and gradients as when each row reads all of its own; sliding windows do.
+    """Same log-probs, entropies and gradients as when each row reads its whole sequence, as with sliding windows.
 
     Prompts of three and five tokens, the latter with completions that begin with 9 9: reading two prefixes of three
     columns saves 3 · 3 tokens, of five columns 2 · 5, three of seven columns 2 · 7: the best.
@@ -256,8 +256,8 @@ def test_a_prefix_is_read_once_for_all_rows_that_share_it(architecture, can_shar
 @pytest.mark.parametrize("architecture, changes", [
     ("Qwen2", {}), ("Qwen3Moe", dict(num_experts=8, num_experts_per_tok=4, moe_intermediate_size=32))])
 def test_the_gradient_is_the_same_each_time_to_the_last_bit(architecture, changes):
-    """128 rows, in no order, of four prompts of 30 tokens, which are read once; in the mixture of experts each token is
-    read by four. Gradients add up there, and must do so in one order, or --resume would not repeat a run."""
+    """Gradients add up where prompts are read once (here four of 30 tokens, for 128 rows) and where four experts read
+    the same token. They must do so in a fixed order, or --resume would not repeat a run."""
     model, _ = random_model(architecture, **changes)
     prompts, completions = torch.randint(3, 20, (4, 30)), torch.randint(3, 20, (128, 4))
     input_ids = torch.cat([prompts[torch.randint(4, (128,))], completions], 1)
@@ -276,7 +276,7 @@ def test_the_gradient_is_the_same_each_time_to_the_last_bit(architecture, change
 
 
 def test_sharing_has_to_save_enough(monkeypatch):
-    """Eight rows of ten columns that begin with the same n: one reading saves 7 n of 80 tokens."""
+    """Eight rows of ten columns, of which the first n agree: reading those once saves 7 n of 80 tokens."""
     def share(n):
         return common.prefix_to_share(torch.tensor([[5] * n + [i] * (10 - n) for i in range(8)]))
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
@@ -290,7 +290,7 @@ def test_sharing_has_to_save_enough(monkeypatch):
 
 @pytest.mark.parametrize("ranks, blocks", [(2, 5), (3, 4), (4, 2)])
 def test_every_rank_gets_the_same_number_of_micro_batches(ranks, blocks):
-    """FSDP waits for all ranks: with fewer rows than ranks, one runs a row with T = 0, which adds nothing."""
+    """FSDP waits for all ranks. With fewer blocks than ranks, one computes a row with T = 0, which adds nothing."""
     model, tokenizer = random_model("Qwen2")
     rollout = common.sample(model, tokenizer, PROMPTS, 2, 6)
     dealt = []
@@ -370,7 +370,7 @@ def test_a_head_with_a_bias():
 
 
 def test_the_size_of_a_micro_batch_is_that_of_its_tensors():
-    """12 tokens each, but 10 + 2 and 2 + 10: side by side they take 2 · 20 as they are stored."""
+    """Rows of 10 + 2 and 2 + 10 tokens: prompts and completions are padded apart, so together they take 2 · 20."""
     batch = common.Batch(*common.collate([[5] * 10, [5] * 2], [[7] * 2, [7] * 10], 0))
     for max_tokens, count in ((39, 2), (40, 1)):
         assert len(list(common.micro_batches(batch, [0, 1], max_tokens))) == count
@@ -396,10 +396,9 @@ def test_greedy_output_is_that_of_generate(architecture, changes):
 
 
 def test_rows_fit_where_they_take_half_of_the_free_memory(monkeypatch):
-    """L = 10, T = 6, G = 4: keys and values of 2 layers, 2 heads of 8 for 16 tokens are 1,024 numbers a row; what the
-    MLP holds while a prompt is read (gate, up, product: 3 · 64 for 10 tokens), shared by 4 rows, 480, and the mask of
-    10 · 10, 25. Of 4 bytes each.
-    And 18 bytes for each logit."""
+    """L = 10, T = 6, G = 4. Each row takes 1,024 numbers for keys and values (2 layers, 2 heads of 8, 16 tokens), and a
+    fourth of what its prompt takes: 480 of 3 · 64 · 10 (the MLP's gate, up and product) and 25 of 10 · 10 (the mask).
+    These are of 4 bytes each; a logit takes 18 bytes."""
     model, _ = random_model("Qwen2")
     memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * ((1024 + 480 + 25) * 4 + 18 * model.config.vocab_size)}
     monkeypatch.setattr(common.os, "sysconf", memory.get)
@@ -433,7 +432,7 @@ def test_without_a_pad_token_eos_pads():
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "GPT2", "Mistral", "Gemma2", "Falcon", "Doge"])
 def test_the_step_that_cuda_captures_samples_the_same(architecture, monkeypatch):
-    """Its static buffers and masks, run without a capture: rows that leave, widths that are outgrown, padding."""
+    """GraphStep on a CPU, where it runs without a capture: rows leave, the width is outgrown, prompts are padded."""
     model, tokenizer = random_model(architecture)
     steps, on_cuda = [], common.GraphStep.__call__
     monkeypatch.setattr(common.GraphStep, "__call__", lambda self, *a: (steps.append(self), on_cuda(self, *a))[1])
@@ -666,9 +665,9 @@ def test_attention_of_one_token_has_the_models_scale():
 
 
 def test_draws_are_exact():
-    """Each draw is the first token whose cumulative probability exceeds the number, worked out in float64 throughout.
+    """Each draw is the first token whose cumulative probability, here in float64 throughout, exceeds the number.
 
-    All of a block's tokens may be drawn a little earlier or later, by the rounding of the blocks' sums to float32."""
+    The blocks' sums are rounded to float32, which may shift all draws of a block by a little."""
     logits = torch.full((1, 3000), math.log(5e-9))
     logits[0, 0], logits[0, 1500] = 0.0, 0.0
     weights = (logits - logits.amax()).exp().double().cumsum(-1)[0]
@@ -693,7 +692,7 @@ def test_no_block_without_probability():
 
 
 def test_no_draw_beyond_the_last_token():
-    """The block's sum and its cumulative sum round differently."""
+    """A block's sum and its cumulative sum are rounded differently, so a draw could fall between the two."""
     torch.manual_seed(0)
     logits = torch.randn(4000, 600) * 10
     logits[:, 512:] = -math.inf
