@@ -1094,10 +1094,8 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
 
 
 def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: int) -> int:
-    """How many rows to decode at once, so that they take at most half of the free memory.
-
-    A row takes its KV cache, its logits, and a share of the activations of one layer while the group's prompt is read.
-    """
+    """How many rows fit into half of the free memory. Each takes its KV cache, its logits, and its share of the
+    activations of one layer while the group's prompt is read."""
     config = model.config.get_text_config()
 
     def size(name):  # None if the architecture has no such size (Mamba), or one per layer (Gemma 4)
@@ -1362,8 +1360,7 @@ SHARED_TOKENS = 400  # a prefix is read once if that saves more tokens than this
 
 
 def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int, temperature: float = 1.0):
-    """Log-probability of each of the last T = num_completion_tokens tokens, and the entropy of the distribution it was
-    drawn from.
+    """Log-probability of each of the last T = num_completion_tokens tokens, and entropy of the distribution it is from.
 
     input_ids, attention_mask: [B, L+T], with left-padded prompts of at least one token and right-padded completions.
     Returns (logprobs, entropy), float32 [B, T], both of softmax(logits / temperature), 0 on padding, with gradients.
@@ -1379,10 +1376,8 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
 
 
 def once_each(function, model, input_ids, attention_mask, *args):
-    """The tensors [B, …] that `function(model, input_ids, attention_mask, *args)` returns.
-
-    Equal rows, as short completions of a prompt often are, are computed once; their gradients add up.
-    """
+    """The tensors [B, …] that `function(model, input_ids, attention_mask, *args)` returns. Equal rows, as short
+    completions of a prompt often are, are computed once, and their gradients add up."""
     distinct, copy_of = distinct_rows(input_ids.where(attention_mask > 0, -1))
     if len(distinct) == len(input_ids):
         return call_gathered(function, model, input_ids, attention_mask.long(), *args)
@@ -1425,11 +1420,8 @@ def hidden_states(model, input_ids, attention_mask, row, last, logits: bool = Fa
 
 
 def can_share_prefixes(model) -> bool:
-    """Can one row's KV cache be handed to others?
-
-    Recomputing activations switches the cache off; sliding windows and the like have layers of other kinds. Under FSDP,
-    the second forward pass would gather every layer again and hold all gradients unsharded.
-    """
+    """Can one row's KV cache go to others? Recomputing activations switches it off; sliding windows and the like have
+    layers of other kinds. Several ranks would gather every layer twice and hold all its gradients unsharded."""
     return (world_size() == 1 and model.config._attn_implementation in ("sdpa", "eager")
             and takes(model, "position_ids") and takes(model, "past_key_values")
             and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
@@ -1437,10 +1429,8 @@ def can_share_prefixes(model) -> bool:
 
 
 def prefix_to_share(ids) -> int:
-    """How many columns of ids [B, width] to read once for all rows that agree in them (in the prompt, for example).
-
-    It is the number that saves most tokens, or 0 if that saves no more than a fifth of them, or than SHARED_TOKENS.
-    """
+    """How many columns of ids [B, width] to read once for all rows that agree in them: the number that saves most
+    tokens, or 0 if that saves no more than a fifth of them, or than SHARED_TOKENS."""
     rows = ids.cpu().unique(dim=0)  # sorted: those that share a prefix are neighbours
     differs = (rows[1:] != rows[:-1]).cumsum(1) > 0  # from the row above, in this column or before
     distinct = 1 + differs.sum(0)[:-1]  # prefixes of 1, 2, … columns
@@ -1563,8 +1553,7 @@ class SlicedLogprobs(torch.autograd.Function):
 
 @torch.no_grad()
 def head_is_sliceable(model) -> bool:
-    """Are the model's logits what `head_logits` makes of its hidden states? Compared once, on eight tokens; warns if
-    not."""
+    """Does `head_logits` give the model's own logits? Compared once, on eight tokens, with a warning if it does not."""
     if hasattr(model, "head_is_sliceable"):
         return model.head_is_sliceable
     ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
@@ -1644,11 +1633,10 @@ MAX_PADDING = 0.08  # of a micro-batch, unless it is below a quarter of --micro_
 
 
 def micro_batches(batch, blocks: list, max_tokens: int):
-    """Divide the sequences of one optimizer step into micro-batches; yield this rank's.
+    """Divide the sequences of an optimizer step into micro-batches and yield this rank's, each (rows [B], input_ids
+    [B, L+T], attention_mask [B, L+T], T), no wider than these rows need.
 
-    batch: a Rollout, Batch or the like. blocks: row numbers, or lists of rows that must stay together (answers to one
-    prompt). Yields (rows [B], input_ids [B, L+T], attention_mask [B, L+T], T), each no wider than its rows need.
-
+    batch: a Rollout or Batch. blocks: row numbers, or lists of rows that must stay together (answers to one prompt).
     A micro-batch has at most `max_tokens` tokens, with padding but without copies of a row, unless a single block has
     more. Blocks are dealt by length, the longest first, and equally long ones by row, so that copies meet. Where the
     next block would make too much of a micro-batch padding, another begins.
@@ -1660,7 +1648,7 @@ def micro_batches(batch, blocks: list, max_tokens: int):
     prompt = [t - c for t, c in zip(total, completion)]
     blocks = [block if isinstance(block, list) else [int(block)] for block in blocks]
     rows = [row for block in blocks for row in block]
-    ids = batch.input_ids[rows].where(batch.attention_mask[rows] > 0, -1).cpu()
+    ids = batch.input_ids[rows].where(batch.attention_mask[rows] > 0, -1)
     copy_of = dict(zip(rows, distinct_rows(ids)[1].tolist()))  # row: a number that equal rows share
 
     waiting = collections.deque(sorted(blocks, key=lambda block: (-max(total[row] for row in block), block)))
