@@ -610,7 +610,7 @@ class Problem:
     prompt_ids: list[int]    # what the model reads
     answer: str | None       # the gold answer, for the verifier
     row: dict                # the whole row, for a reward function
-    opening: str = ""        # "<think>" where the prompt ends with it: `format_reward` wants it in the completion
+    opening: str = ""        # "<think>" if the prompt ends with it: `format_reward` counts it with the completion
 
 
 def is_built_in(data: str) -> bool:
@@ -625,7 +625,7 @@ def arithmetic_digits(data: str) -> int:
 
 
 def read_rows(data: str, split: str) -> list[tuple[dict, str]]:
-    """The rows of the built-in data, a JSON-lines file or a hub dataset, each with its place for error messages."""
+    """(row, its place for error messages), of the built-in data, a JSON-lines file or a hub dataset."""
     if is_built_in(data):
         rows = arithmetic_rows(arithmetic_digits(data), split)
     elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.isfile(data):
@@ -639,30 +639,29 @@ def read_rows(data: str, split: str) -> list[tuple[dict, str]]:
 
 
 def read_json_lines(path: str) -> list[tuple[dict, str]]:
-    """One JSON object a line, gzipped or not. Empty lines are skipped; a broken one is named."""
-    rows, number = [], 0
-    try:
-        with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    row, place = json.loads(line), f"{path} line {number}"
-                    if not isinstance(row, dict):
-                        raise UserError(f"{place}: want a JSON object, not {type(row).__name__}")
-                    rows.append((row, place))
-    except json.JSONDecodeError as error:
-        reason = f"not JSON, one object a line ({error.msg} at column {error.colno})"
-        raise UserError(f"{path} line {number}: {reason}") from None
-    except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
-        place = f"{path} after line {number}" if number else path
-        raise UserError(f"{place}: {getattr(error, 'strerror', None) or error}") from None
+    """(row, place) of a file with one JSON object a line, gzipped or not. Empty lines are skipped."""
+    rows = []
+    open_file = gzip.open if path.endswith(".gz") else open
+    with one_line_errors(f"{path}: cannot be read"), open_file(path, "rt", encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            place = f"{path} line {number}"
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{place}: not JSON, one object a line ({error.msg} at column {error.colno})") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{place}: want a JSON object, not {type(row).__name__}")
+            rows.append((row, place))
     if not rows:
         raise UserError(f"{path}: no rows")
     return rows
 
 
 def read_problems(data: str, split: str = "train", need_answer: bool = True) -> list[Problem]:
-    """Rows with a prompt (`prompt`, `question` or `problem`) and an answer (`answer`, `solution`, or `ground_truth`
-    inside `reward_model`, which is verl's form), not yet encoded.
+    """Rows with a prompt (`prompt`, `question` or `problem`) and an answer (`answer` or `solution`, or verl's
+    `reward_model.ground_truth`), not yet encoded.
 
     A gold answer inside a worked solution (GSM8K's `#### 18`, MATH's `\\boxed{18}`) is taken out of it.
     """
@@ -672,15 +671,15 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
         if not is_prompt(prompt):
             raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem")
         found = row.get("answer"), row.get("solution"), verl.get("ground_truth") if isinstance(verl, dict) else None
-        answer = next((one for one in found if one not in (None, "")), None)
-        if type(answer) in (str, int, float):  # a bool is none of them
+        answer = next((value for value in found if value not in (None, "")), None)
+        if type(answer) in (str, int, float):  # not bool, which is an int to isinstance
             answer = extract_answer(answer) or str(answer)
         elif not need_answer:
-            answer = None  # a reward function has the row
-        elif answer is not None:
-            raise UserError(f"{place}: the answer must be a string or a number, not {type(answer).__name__}")
-        else:
+            answer = None  # the reward function gets the whole row
+        elif answer is None:
             raise UserError(f"{place}: no answer under answer or solution, which --reward verifier needs")
+        else:
+            raise UserError(f"{place}: the answer must be a string or a number, not {type(answer).__name__}")
         problems.append(Problem(prompt, [], answer, row))
     return problems
 
@@ -690,47 +689,42 @@ def row_prompt(row: dict):
 
 
 def is_prompt(prompt) -> bool:
-    """A string, or chat messages."""
+    """Whether it is a string, or a list of chat messages."""
     return isinstance(prompt, str) or isinstance(prompt, list) and prompt != [] and all(
-        isinstance(m, dict) and all(isinstance(m.get(key), str) for key in ("role", "content")) for m in prompt)
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt)
 
 
 def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
-    """--data and --eval_data, as problems or by another `read(data, split)`. A file has no held-out part: without
-    --eval_data there is no evaluation."""
+    """--data and --eval_data, as problems or by another `read(data, split)`."""
     read = read or functools.partial(read_problems, need_answer=cfg.reward == "verifier")
-    held_out = cfg.eval_data or (cfg.data if is_built_in(cfg.data) else "")
+    held_out = cfg.eval_data or (cfg.data if is_built_in(cfg.data) else "")  # a file has no held-out part
     return read(cfg.data, "train"), read(held_out, "eval") if held_out else []
 
 
 def tokenize(tokenizer, texts: list[str], special: bool) -> list[list[int]]:
-    """Token ids of texts, with or without the tokenizer's special tokens around them; a thousand texts at once, which
-    takes half the time of one by one, and little memory."""
+    """Token ids of texts. In batches: twice as fast as one by one, without the memory that all at once would take."""
     return [ids for first in range(0, len(texts), 1000)
             for ids in tokenizer(texts[first:first + 1000], add_special_tokens=special)["input_ids"]]
 
 
 def encode(tokenizer, prompts: list[tuple[str, bool]]) -> list[list[int]]:
-    """Token ids of prompts, each (text, whether a chat template wrote it): one BOS where the tokenizer wants one, no
-    EOS at the end. Templates bring their own."""
-    rows, bos, eos = [], tokenizer.bos_token_id, tokenizer.eos_token_id
-    for templated, alike in itertools.groupby(prompts, operator.itemgetter(1)):
-        texts = [text for text, _ in alike]
-        for text, ids in zip(texts, tokenize(tokenizer, texts, special=not templated)):
-            if not templated and ids[:2] == [bos] * 2:  # the text had its own
-                ids = ids[1:]
-            if not templated and ids[-1:] == [eos] and (ids[-2:-1] == [eos] or not text.endswith(tokenizer.eos_token)):
-                ids = ids[:-1]
-            rows.append(ids)
-    return rows
+    """Token ids of prompts, each a text and whether a chat template wrote it.
+
+    A template writes all the special tokens itself. Any other text gets the tokenizer's BOS in front, unless the
+    tokenizer has none or the text begins with it. No prompt gets an EOS: its completion follows.
+    """
+    with_special, plain = (tokenize(tokenizer, ["1"], special)[0] for special in (True, False))
+    bos = with_special[:with_special.index(plain[0])]  # a list of one token, or of none
+    encoded = tokenize(tokenizer, [text for text, _ in prompts], special=False)
+    return [ids if templated or ids[:len(bos)] == bos else bos + ids for (_, templated), ids in zip(prompts, encoded)]
 
 
 def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_PROMPT) -> tuple[str, bool]:
-    """(text for the model, whether a chat template wrote it: then it has all its special tokens already)."""
+    """A string or chat messages -> (text for the model, whether a chat template wrote it)."""
     if system_prompt == "none":
         system_prompt = default = ""
     if isinstance(prompt, str) and prompt.lstrip().startswith(tuple(tokenizer.all_special_tokens)):
-        return prompt, False  # the data is templated already, perhaps without its BOS
+        return prompt, False  # a template has been applied to the data already, perhaps without its BOS
     if isinstance(prompt, str) and not tokenizer.chat_template:
         return f"{system_prompt}\n\n{prompt}" if system_prompt else prompt, False
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
@@ -744,20 +738,21 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
     except jinja2.TemplateError as error:
         if messages[0]["role"] != "system" or len(messages) == 1:
             raise UserError(f"the chat template refuses a prompt: {error}") from error
+        # Some templates (Gemma's) have no system role: put its text in front of the first message.
         first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
-        # Some templates have no system role: let the first message begin with it.
         return render_prompt([first, *messages[2:]], tokenizer, "", default="")
 
 
 def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT) -> list:
-    """Fill in `prompt_ids`; leave out prompts that are longer than --max_prompt_tokens, and say how many."""
+    """Fill in `prompt_ids`; leave out prompts that are longer than --max_prompt_tokens, and say how many.
+
+    problems: Problems or Preferences. what: the flag that they come from, for messages.
+    """
     texts = [render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt) for problem in problems]
-    with one_line_errors(f"{what}: the tokenizer cannot read a prompt"):
-        encoded = encode(tokenizer, texts)
-    for problem, (text, _), ids in zip(problems, texts, encoded):
-        problem.prompt_ids = ids
-        if cfg.model == "tiny" and tokenizer.unk_token_id in problem.prompt_ids:
+    for problem, (text, _), ids in zip(problems, texts, encode(tokenizer, texts)):
+        if cfg.model == "tiny" and tokenizer.unk_token_id in ids:
             raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}")
+        problem.prompt_ids = ids
         if isinstance(problem.prompt, list):
             problem.prompt = text
         if isinstance(problem, Problem) and text.rstrip().endswith("<think>"):  # as reasoning models' templates do
@@ -786,7 +781,7 @@ class Shuffled:
         return [self.items[orders[epoch][i]] for epoch, i in places]
 
     def first(self, count: int) -> list:
-        """The distinct ones among the first `count` items, without moving."""
+        """The distinct ones among the first `count` items, without moving on."""
         return self.items if count >= len(self.items) else [self.items[i] for i in self.order(0)[:count]]
 
     def order(self, epoch: int) -> np.ndarray:
@@ -798,7 +793,7 @@ def collate(prompts: list[list[int]], completions: list[list[int]], pad_id: int,
     L, T = max(map(len, prompts)), max(map(len, completions))
     rows = [[pad_id] * (L - len(p)) + p + c + [pad_id] * (T - len(c)) for p, c in zip(prompts, completions)]
     real = [[0] * (L - len(p)) + [1] * (len(p) + len(c)) + [0] * (T - len(c)) for p, c in zip(prompts, completions)]
-    input_ids, attention_mask = (torch.tensor(np.array(x), device=device) for x in (rows, real))  # numpy reads faster
+    input_ids, attention_mask = (torch.tensor(np.array(x), device=device) for x in (rows, real))  # numpy: faster
     return input_ids, attention_mask, attention_mask[:, L:].bool()
 
 
@@ -812,12 +807,12 @@ class Preference:
     answers: list[str]
     answer_ids: list[list[int]]   # each ends with EOS, unless it was cut
     scores: list[float]           # falling; equal ones are a tie and make no pair
-    margin: float = 0.0           # how much better the better answer is (`margin` of a row, optional)
+    margin: float = 0.0           # optional `margin` of a row: how much better the better answer is
     ref_logprobs: tuple = ()      # of each answer under the reference, once dpo.py has computed them
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """(better, worse) answer numbers: K(K − 1)/2 of them, less the ties."""
+        """The numbers of a better and a worse answer: K(K − 1)/2 pairs, less the ties."""
         both = itertools.combinations(range(len(self.scores)), 2)
         return [(i, j) for i, j in both if self.scores[i] > self.scores[j]]
 
@@ -830,16 +825,14 @@ class Preference:
 def read_preferences(data: str, split: str = "train") -> list[Preference]:
     """Rows `prompt`, `chosen`, `rejected`; or whole dialogues without `prompt`; or `prompt`, `responses` (best first).
 
-    `scores` beside `responses` put them in order, and may tie. Not yet encoded. Rows whose answers are all equal or all
-    tie (also by `tie`, or a `margin` of 0) teach nothing: they are left out, with a line that says how many.
+    Optional `scores` order the responses, and may tie. Not yet encoded. Rows that teach nothing, because their answers
+    are equal or tie (also by `tie: true` or `margin: 0`), are left out, with a line that says how many.
     """
     source = str(build_tiny_preferences(data, split)) if is_built_in(data) else data
     preferences = []
     for row, place in read_rows(source, split):
         try:
             preferences.append(read_preference(row))
-        except KeyError as missing:
-            raise UserError(f"{place}: no {missing.args[0]}; want prompt, chosen and rejected, or responses") from None
         except ValueError as error:
             raise UserError(f"{place}: {error}") from None
     kept = [preference for preference in preferences if preference]
@@ -851,33 +844,31 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
 
 
 def read_preference(row: dict) -> Preference | None:
-    """One row; None if it prefers nothing. A malformed one raises KeyError or ValueError."""
-    prompt = row_prompt(row)
-    answers = [row["chosen"], row["rejected"]] if row.get("responses") is None else row["responses"]
-    if not isinstance(answers, list) or len(answers) < 2:
-        raise ValueError("responses must be a list of at least two answers, best first")
-    if not all(map(is_prompt, answers)):
-        raise ValueError("an answer must be a string or chat messages")
+    """One row; None if it prefers nothing. A malformed one raises ValueError."""
+    prompt, answers = row_prompt(row), row.get("responses") or [row.get("chosen"), row.get("rejected")]
+    if not isinstance(answers, list) or len(answers) < 2 or not all(map(is_prompt, answers)):
+        raise ValueError("want chosen and rejected, or a list of responses: two or more, strings or chat messages")
     if prompt is None and all(isinstance(answer, list) for answer in answers):
         prompt = answers[0][:-1]
         if any(answer[:-1] != prompt for answer in answers):
             raise ValueError("want a prompt that the conversations share: all but their last turns")
     answers = [answer if isinstance(answer, str) else answer[-1]["content"] for answer in answers]
-    if prompt is None:  # "Human: hi Assistant: hello", "Human: hi Assistant: go away": "Human: hi Assistant:"
+    if prompt is None:  # whole dialogues as text: "Human: hi Assistant: hello" and "Human: hi Assistant: go away"
         shared = re.match(".*[Aa]ssistant:", os.path.commonprefix(answers), re.S)
         if not shared:
             raise ValueError("no prompt, and the answers are not dialogues that share a turn up to 'Assistant:'")
         prompt, answers = shared[0], [answer[shared.end():] for answer in answers]
     if not is_prompt(prompt):
         raise ValueError("want a prompt (string or chat messages)")
+
     margin, scores = row.get("margin"), row.get("scores")
-    if scores is None:
-        scores = list(range(len(answers), 0, -1))
     if margin is not None and not is_number(margin):
         raise ValueError(f"margin must be a number, not {margin!r:.40}")
+    if scores is None:
+        scores = list(range(len(answers), 0, -1))
     if not isinstance(scores, list) or len(scores) != len(answers) or not all(map(is_number, scores)):
         raise ValueError("scores must be as many numbers as there are responses")
-    best = {}  # of equal answers the first counts
+    best = {}  # answer: score, best first; of equal answers the best counts
     for answer, score in sorted(zip(answers, scores), key=lambda pair: -pair[1]):
         best.setdefault(answer, float(score))
     if row.get("tie") or margin == 0 or len(set(best.values())) == 1:
@@ -886,7 +877,7 @@ def read_preference(row: dict) -> Preference | None:
 
 
 def is_number(value) -> bool:
-    """Finite, that is: JSON files may have NaN."""
+    """Whether it is a finite number: JSON files may have NaN."""
     return isinstance(value, (int, float, np.integer, np.floating, np.bool_)) and bool(abs(value) < LARGEST)
 
 
@@ -894,8 +885,7 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
     """Fill in the token ids. Answers end with EOS, or are cut at --max_completion_tokens or the end of the context."""
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="")
     answers = [answer for preference in kept for answer in preference.answers]
-    with one_line_errors(f"{what}: the tokenizer cannot read an answer"):
-        ids = iter(tokenize(tokenizer, answers, special=False))
+    ids = iter(tokenize(tokenizer, answers, special=False))
     cut, eos = 0, tokenizer.eos_token_id
     for preference in kept:
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
@@ -911,7 +901,7 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
 def build_tiny_preferences(data: str, split: str) -> Path:
     """The built-in rankings, kept beside the tiny model: four of its samples a problem, right ones first.
 
-    The verifier stands for the human or the language model who would judge. Problems whose samples are all right or
+    The verifier stands in for the human or the language model who would judge. Problems whose samples are all right or
     all wrong give no row.
     """
     tiny = build_tiny_model(data)
