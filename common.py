@@ -158,6 +158,7 @@ def parse_config(Config, args: list[str]):
             raise UserError(f"--{name} {value}: must be {wanted}")
     if getattr(cfg, "minibatches", 1) > getattr(cfg, "prompts_per_step", 1) * getattr(cfg, "group_size", 1):
         raise UserError(f"--minibatches {cfg.minibatches}: more than the completions of a step")
+    # Such a buffer would punish even an empty completion. The default may stay with a short --max_new_tokens.
     if hasattr(cfg, "overlong_buffer") and cfg.overlong_buffer > max(cfg.max_new_tokens, Config.overlong_buffer):
         raise UserError(f"--overlong_buffer {cfg.overlong_buffer}: more than --max_new_tokens {cfg.max_new_tokens}")
     return cfg
@@ -370,10 +371,12 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
-    defaults = [f"--{name} {getattr(cfg, name)}" for name in ("lr", "value_lr", "max_new_tokens", "overlong_buffer")
-                if getattr(cfg, name, None) == getattr(type(cfg), name, math.nan)]
-    if defaults and cfg.model != "tiny":
-        say(f"{', '.join(defaults)}: these defaults suit the tiny model; README.md has a real model's")
+    if cfg.model != "tiny":
+        sizes = ("lr", "value_lr", "max_new_tokens", "overlong_buffer")
+        defaults = [f"--{size} {value}" for size, value in vars(cfg).items()
+                    if size in sizes and value == getattr(type(cfg), size, None)]
+        if defaults:
+            say(f"{', '.join(defaults)}: these defaults suit the tiny model; README.md has a real model's")
     return policy, tokenizer
 
 
