@@ -14,10 +14,11 @@
 Shapes:  P prompts, G completions of each, N = P·G rows, L padded prompt length, T padded completion length,
          V vocabulary, H hidden size, B rows of a micro-batch.
 
-Every process of a torchrun job holds the whole rollout (token ids are small), and so computes the same rewards,
-advantages and weights as a single process would. Only the expensive work is divided: `sample` decodes this rank's
-rows, `micro_batches` deals this rank's share of the update, and gradients are summed.
+In a torchrun job every process holds the whole rollout (token ids are small) and computes the same rewards, advantages
+and weights from it as a single process would. Only the expensive work is divided: `sample` decodes this rank's rows,
+`micro_batches` deals out this rank's share of the update, and gradients are summed over ranks.
 """
+import argparse
 import cmath
 import collections
 import contextlib
@@ -45,6 +46,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import traceback
 import unicodedata
@@ -86,7 +88,7 @@ class UserError(Exception):
 
 
 class TrainingFailed(UserError):
-    """The run cannot continue, and the command line is not to blame."""
+    """The run cannot continue, and the command line is not to blame: exit code 1."""
     exit_code = 1
 
 
@@ -100,15 +102,15 @@ class RunConfig:
     """The flags of every script."""
     model: str = flag("tiny", "tiny (built in), a directory, or a hub id")
     data: str = flag("arithmetic", "arithmetic[:DIGITS] (built in), FILE.jsonl[.gz], or a hub id[:CONFIG[:SPLIT]]")
-    eval_data: str = flag("", "held-out data, same forms; arithmetic brings its own")
-    system_prompt: str = flag("", "system message of a chat template; none: add none; empty: one that asks for "
+    eval_data: str = flag("", "held-out data, in the same forms; arithmetic brings its own")
+    system_prompt: str = flag("", "system message for the chat template; none: add none; empty: one that asks for "
                                   "<think> and <answer>, but none for preferences")
     max_prompt_tokens: int = flag(1024, "longer prompts are left out, and the script says how many")
     trust_remote_code: bool = flag(False, "run model code that comes with the checkpoint")
     output_dir: str = flag("", "metrics.jsonl, model/, checkpoint/ and the rest go here; empty: runs/SCRIPT")
     overwrite: bool = flag(False, "replace the run that OUTPUT_DIR holds")
     resume: bool = flag(False, "continue from OUTPUT_DIR/checkpoint")
-    seed: int = flag(0, "seed of data order, sampling and fresh heads")
+    seed: int = flag(0, "seed of data order, sampling and new heads")
     log_to: Literal["none", "tensorboard", "wandb"] = flag("none", "a second log, beside metrics.jsonl")
     save_every: int = flag(50, "steps between checkpoints")
     eval_every: int = flag(20, "steps between evaluations; there is one before the first step and one after the last")
@@ -120,96 +122,85 @@ class RunConfig:
     max_bad_steps: int = flag(5, "updates in a row with a non-finite loss or gradient before the run gives up")
 
 
-LARGEST = 1e30  # short of infinity
-# name: (lowest, highest) allowed value of a number. If it is not here, an int is at least 1, a float at least 0.
+LARGEST = 1e30  # rules out infinity
+# The lowest and highest value of a number flag. One that is not listed is at least 1 (int) or at least 0 (float).
 LIMITS = {
-    **dict.fromkeys(["max_grad_norm", "temperature", "beta"], (1e-8, LARGEST)),
-    **dict.fromkeys(["clip_eps", "clip_low", "freeze_layers", "gamma", "lam"], (0, 1)),
-    **dict.fromkeys(["warmup_steps", "overlong_buffer"], (0, LARGEST)),
-    "seed": (0, 2 ** 32 - 1), "group_size": (2, LARGEST), "clip_high": (0, 10), "label_smoothing": (0, 0.5),
+    "max_grad_norm": (1e-8, LARGEST), "temperature": (1e-8, LARGEST), "beta": (1e-8, LARGEST),
+    "clip_eps": (0, 1), "clip_low": (0, 1), "clip_high": (0, 10), "label_smoothing": (0, 0.5),
+    "freeze_layers": (0, 1), "gamma": (0, 1), "lam": (0, 1), "seed": (0, 2 ** 32 - 1),
+    "group_size": (2, LARGEST), "warmup_steps": (0, LARGEST), "overlong_buffer": (0, LARGEST),
 }
 
 
 def parse_config(Config, args: list[str]):
-    """Command line (or one YAML/JSON file, then flags) -> a checked Config. Raises UserError."""
-    parser = HfArgumentParser(Config, allow_abbrev=False)
-
-    def error(message):
-        raise UserError(re.sub(r"^argument (--\w+)(/--[\w-]+)?", r"\1", message))
-    parser.error = error
-    if args and args[0].endswith((".yaml", ".yml", ".json")) and not args[0].startswith("-"):  # --data=x.json
-        try:
-            import yaml  # JSON is YAML
-            settings = yaml.safe_load(Path(args[0]).read_bytes())
-        except (OSError, yaml.YAMLError, ValueError, RecursionError) as problem:
-            raise UserError(f"{args[0]}: {problem}")
-        if not isinstance(settings, dict):
-            raise UserError(f"{args[0]}: want a mapping from flag names to values")
-        # left empty: the default; no_x: true is --no_x
-        args = [f"--{name}" if value is True and str(name).startswith("no_") else f"--{name}={value}"
-                for name, value in settings.items() if value is not None] + args[1:]
-    cfg, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
+    """Flags, or a YAML/JSON file followed by further flags -> a checked Config. Raises UserError."""
+    parser = HfArgumentParser(Config, allow_abbrev=False, exit_on_error=False)
+    if args and re.fullmatch(r"[^-].*\.(ya?ml|json)", args[0]):
+        with one_line_errors(f"{args[0]}: want a YAML or JSON mapping from flag names to values"):
+            import yaml
+            settings = yaml.safe_load(Path(args[0]).read_bytes())  # JSON is YAML
+            args = [f"--{name}={value}" for name, value in settings.items() if value is not None] + args[1:]
+    try:
+        cfg, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
+    except argparse.ArgumentError as error:  # its argument_name: --save_every/--save-every
+        raise UserError(f"{error.argument_name.split('/')[0]}: {error.message}") from None
     if unknown:
         names = [field.name for field in dataclasses.fields(Config)]
         nearest = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), names, n=1)
         advice = f", did you mean --{nearest[0]}?" if nearest else "; see --help"
         raise UserError(f"unknown flag {unknown[0]}{advice}")
+
     for field in dataclasses.fields(cfg):
         name, value = field.name, getattr(cfg, field.name)
-        if isinstance(value, str) and value.startswith("~/"):  # a shell expands neither YAML nor --model=~/x
-            setattr(cfg, name, os.path.expanduser(value))
         low, high = LIMITS.get(name, (1 if field.type is int else 0, LARGEST))
-        if field.type in (int, float) and not low <= value <= high:  # also catches NaN
+        if field.type in (int, float) and not low <= value <= high:  # NaN fails this too
             wanted = f"between {low} and {high}" if high < LARGEST or value > high else f"at least {low}"
             raise UserError(f"--{name} {value}: must be {wanted}")
     if getattr(cfg, "minibatches", 1) > getattr(cfg, "prompts_per_step", 1) * getattr(cfg, "group_size", 1):
         raise UserError(f"--minibatches {cfg.minibatches}: more than the completions of a step")
+    # Such a buffer would punish even an empty completion. The default may stay with a short --max_new_tokens.
     if hasattr(cfg, "overlong_buffer") and cfg.overlong_buffer > max(cfg.max_new_tokens, Config.overlong_buffer):
         raise UserError(f"--overlong_buffer {cfg.overlong_buffer}: more than --max_new_tokens {cfg.max_new_tokens}")
     return cfg
 
 
 def launch(main, Config) -> None:
-    """Run a script: flags, then `main(cfg)`. An error that the user can fix is one line on stderr and exit code 2."""
+    """Run a script: parse its flags and call `main(cfg)`. A UserError becomes one line on stderr and an exit code."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     huggingface_hub.utils.logging.set_verbosity_error()
     sys.stderr.write, sys.stderr.flush = outliving_reader(sys.stderr.write), outliving_reader(sys.stderr.flush)
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         main(parse_config(Config, sys.argv[1:]))
-    except KeyboardInterrupt:  # before the first step; later `Run.note_signal` has it
-        if speaks:
-            tqdm.write(f"{Path(sys.argv[0]).name}: interrupted before the first step", file=sys.stderr)
-        sys.exit(130)
     except (UserError, torch.OutOfMemoryError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             error = TrainingFailed(f"out of GPU memory {memory_advice(error)} (the last checkpoint is intact): "
                                    f"{str(error).splitlines()[0]}")
-        if not speaks:  # most errors come to all ranks: rank 0 speaks, and when it leaves, torchrun ends the others
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # Most errors reach all ranks, and rank 0 reports them: when it exits, torchrun ends this process. If it is
+            # still there after this wait, the error was its own.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(15)
-        message = " ".join(str(error).split())
-        tqdm.write(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)  # on a line of its own
+        tqdm.write(f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.exit_code)
     leave_together()
 
 
 def leave_together(code: int = 0) -> None:
-    """Exit when every rank has got here. All is saved."""
+    """Exit once every rank has got here: by then all is saved."""
     if world_size() > 1:
         dist.barrier()
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()  # what a reward function has printed
+        sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # a rank that tears gloo down while others still do is sometimes aborted
+        os._exit(code)  # a rank that shuts gloo down while others still do is sometimes aborted
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(code)
 
 
 def outliving_reader(method):
-    """A stream's method that minds no lost reader (closed terminal, `tee` that Ctrl-C ended): the run has to save."""
+    """A stream's method, which now fails silently once nobody reads the stream. Ctrl-C also ends the `tee` that a run
+    is piped into, and the run still has to save."""
     def call(*args):
         with contextlib.suppress(OSError):
             return method(*args)
@@ -217,7 +208,7 @@ def outliving_reader(method):
 
 
 def memory_advice(error: BaseException) -> str:
-    """Which phase ran out of memory and which flag helps, from the function names in the error's traceback."""
+    """Which phase ran out of memory and which flag helps, judged by the functions in the error's traceback."""
     functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     phases = {"load_model": "while loading the model: use more GPUs",
               "sample": "while sampling: start again with a lower --prompts_per_step (dpo.py: --pairs_per_step) or "
@@ -235,23 +226,24 @@ def setup_device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # replans for each shape; NaN with some masks (pytorch #196678)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for each shape; NaN with some masks (pytorch #196678)
     else:
-        # Some gradients (of a mixture of experts, of repeated indices) would add up in the order that threads happen to
-        # run in: a run would not repeat itself.
+        # Some gradients (of repeated indices, of a mixture of experts) would otherwise be summed in whatever order the
+        # threads run, and a run would not repeat bit for bit.
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # else empty tensors are filled, which takes time
-    with contextlib.suppress(AttributeError):  # another libc than Linux's
+        torch.utils.deterministic.fill_uninitialized_memory = False  # slow, and not needed for this
+    with contextlib.suppress(AttributeError):  # other systems have no prctl or mallopt
         libc = ctypes.CDLL(None)
-        PR_SET_PDEATHSIG, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3  # as its headers have them
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # when torchrun itself is killed, its processes end too
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if not cuda:  # keep the memory that tensors free: the system would zero its pages again for the next tensor
-            libc.mallopt(M_MMAP_THRESHOLD, 2 ** 25)  # but keeping blocks above 32 MB fragments: 5 GB, not 1, at large V
-            libc.mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)  # an eighth of the tiny model's step
-    if (cuda or torchrun) and not dist.is_initialized():  # on one GPU, FSDP2 still does the mixed precision
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive a torchrun that is killed
+        if not cuda:
+            # Keep the memory of freed tensors: the system would zero its pages anew for the next ones, an eighth of the
+            # tiny model's step. Not of blocks above 32 MB: at large V that fragments the heap (5 GB instead of 1).
+            libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD
+            libc.mallopt(-3, 2 ** 25)  # M_MMAP_THRESHOLD
+    if (cuda or torchrun) and not dist.is_initialized():  # FSDP2 needs a process group, on a single GPU too
         job = {} if torchrun else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        # The default of half an hour is less than ranks may differ by in sampling, or rank 0 may take to download.
+        # Ranks wait while another samples for longer, or rank 0 downloads: half an hour, the default, is too short.
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(hours=6), **job)
     return device
 
@@ -272,11 +264,11 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_all_ranks(mine: bool) -> bool:
-    return int(sum_over_ranks(torch.tensor(int(mine)))) == world_size()
+    return all(gather_in_order([mine]))
 
 
 def gather_in_order(mine: list) -> list:
-    """Concatenate every rank's list, in rank order: undoes `my_share`."""
+    """Concatenate every rank's list, in rank order: the inverse of dealing out by `my_share`."""
     if world_size() == 1:
         return mine
     parts = [None] * world_size()
@@ -295,33 +287,24 @@ def my_share(total: int) -> range:
 
 
 def on_main_rank_first(work):
-    """Run `work()` on rank 0 while the others wait. Its error is raised on every rank."""
-    problem = None
+    """Run `work()` on rank 0 while the others wait. If it fails, rank 0 exits, and torchrun ends the others."""
     if rank() == 0:
-        try:
-            work()
-        except (UserError, OSError) as error:
-            problem = error
-    if problem := from_main_rank(problem):
-        raise problem
+        work()
+    gather_in_order([])
 
 
 # ------------------------------------------------------------------------------------------------------ models
 
 def load_tokenizer(name: str, trust_remote_code: bool = False):
-    """The tokenizer of a directory or hub id, with a pad token (EOS where it has none: masks come from positions)."""
-    if (name.startswith(("/", ".")) or name.count("/") > 1) and not os.path.isdir(name):  # a hub id has one /
-        raise UserError(f"--model {name}: no such directory")
-    with one_line_errors(f"--model {name}: no tokenizer can be read there"):
-        # A model's own generic tokenizer is the one to use. For some model types (Qwen2's among them) AutoTokenizer
-        # would load that of the architecture instead, which splits text differently.
+    """The tokenizer of a directory or hub id. Where it has no pad token, EOS pads: masks come from positions."""
+    with one_line_errors(f"--model {name}: no directory or hub id that has a tokenizer"):
+        # For some model types (Qwen2 is one) AutoTokenizer replaces a generic tokenizer.json by the architecture's own
+        # tokenizer, which splits text differently. The one that came with the model is right.
         kind = get_tokenizer_config(name, trust_remote_code=trust_remote_code).get("tokenizer_class")
         cls = PreTrainedTokenizerFast if kind in ("TokenizersBackend", "PreTrainedTokenizerFast") else AutoTokenizer
         tokenizer = cls.from_pretrained(name, trust_remote_code=trust_remote_code)
-    if not tokenizer("1")["input_ids"]:  # transformers makes an empty one where a model lies without a tokenizer
+    if not tokenizer("1")["input_ids"]:  # transformers makes up an empty one where there is a model but no tokenizer
         raise UserError(f"--model {name}: no tokenizer there")
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"--model {name}: its tokenizer has no end-of-sequence token, so no completion could end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -329,48 +312,44 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
 
 @contextlib.contextmanager
 def one_line_errors(what: str):
-    """A wrong name or path raises many kinds of exception, in the libraries above all: each becomes one clear line."""
+    """Turn any exception into a UserError: libraries raise all kinds for a wrong name, path or file."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = getattr(error, "strerror", None) or textwrap.shorten(str(error), 200) or type(error).__name__
         raise UserError(f"{what} ({reason})") from error
 
 
 def load_model(name: str, device: torch.device, trainable: bool = True, cls=AutoModelForCausalLM,
                trust_remote_code: bool = False, **config_changes):
-    """A model for training (float32 masters) or a frozen one (on CUDA in bfloat16), sharded over the ranks.
+    """A model to train (float32 masters) or a frozen one (bfloat16 on CUDA), sharded over the ranks.
 
-    In evaluation mode: with dropout or router noise, the policy that is scored would not be the policy that sampled.
-    Dropout is 0 as well, for layers that recompute their activations must be in training mode (`make_optimizer`).
-    With several ranks only rank 0 reads the weights; the others start on the meta device and receive their shards, so
-    that no GPU ever holds the whole model in float32. `saved_dtype` is the checkpoint's own dtype, for `save_model`.
+    It stays in evaluation mode: with dropout or router noise, the policy that is scored would not be the policy that
+    sampled. Dropout rates are set to 0 as well, since layers that recompute their activations have to be in training
+    mode (`make_optimizer`). Only rank 0 reads the weights; the others receive their shards from it, so that no GPU ever
+    holds the whole model in float32. `saved_dtype` is the checkpoint's own dtype, which `save_model` writes.
     """
     with one_line_errors(f"--model {name}: not a model that transformers can load"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **config_changes)
-        if cls is AutoModelForCausalLM and "ForSequenceClassification" in "".join(config.architectures or ()):
-            raise UserError(f"--model {name}: a classifier, as reward models are, and not a language model")
         saved_dtype = config.dtype or torch.float32
-        for part in (config, config.get_text_config()):  # one object, unless the model reads more than text
-            for key, value in part.to_dict().items():
-                if re.search("drop$|dropout", key) and isinstance(value, float):
-                    setattr(part, key, 0.0)
+        text_config = config.get_text_config()  # of a model that also sees, the part that reads text
+        for key, value in text_config.to_dict().items():
+            if "drop" in key and isinstance(value, float):
+                setattr(text_config, key, 0.0)
         dtype = torch.bfloat16 if device.type == "cuda" and not trainable else torch.float32
-        missing = set()
-        with torch.random.fork_rng(devices=[]):  # only rank 0 draws, where a head is new
+        with torch.random.fork_rng(devices=[]):  # a new head draws random numbers, but on rank 0 alone
             if rank() == 0:
                 model, report = cls.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True,
                                                     trust_remote_code=trust_remote_code, output_loading_info=True)
-                missing = set(report["missing_keys"]) - ({"score.weight"} if trainable else set())  # a fresh head
+                if missing := set(report["missing_keys"]) - ({"score.weight"} if trainable else set()):
+                    raise UserError(f"--model {name}: no weights for {min(missing)}")  # they would stay random
             else:
                 with torch.device("meta"):
                     model = cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     if cls is AutoModelForSequenceClassification and not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise UserError(f"--model {name}: {type(model).__name__} has no scalar head named score")
-    if missing:  # transformers would draw them at random
-        raise UserError(f"--model {name}: no weights for {', '.join(sorted(missing)[:3])}{', …' * (len(missing) > 3)}")
     model.saved_dtype = saved_dtype
     model.eval().requires_grad_(trainable)
     return shard(model, device)
@@ -392,23 +371,18 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
-    sizes = ["lr", "value_lr", "overlong_buffer"]
-    sizes += ["max_new_tokens"] * getattr(cfg, "on_policy", True)  # without it dpo.py reads pairs
-    toy = [f"--{size} {getattr(cfg, size)}" for size in sizes
-           if getattr(cfg, size, None) == getattr(type(cfg), size, math.nan)]
-    if toy and cfg.model != "tiny":
-        say(f"{', '.join(toy)}: these defaults suit the tiny model; README.md has a real model's")
+    if cfg.model != "tiny":
+        sizes = ("lr", "value_lr", "max_new_tokens", "overlong_buffer")
+        defaults = [f"--{size} {value}" for size, value in vars(cfg).items()
+                    if size in sizes and value == getattr(type(cfg), size, None)]
+        if defaults:
+            say(f"{', '.join(defaults)}: these defaults suit the tiny model; README.md has a real model's")
     return policy, tokenizer
 
 
 def context_length(model) -> float:
-    """How many positions a row may have. With "longrope" (Phi-3), those of the short factors: a single row beyond them
-    would change the positions of its whole batch."""
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        return rope["original_max_position_embeddings"]
-    return getattr(config, "max_position_embeddings", None) or math.inf
+    """How many tokens a row may have; infinite for a model without a limit, such as Mamba."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
 
 def load_reference(cfg, device: torch.device):
@@ -417,32 +391,27 @@ def load_reference(cfg, device: torch.device):
 
 
 def decoder_layers(model) -> torch.nn.ModuleList:
-    """The stack of transformer layers: the ModuleList with the most parameters, of the base model or its text part."""
-    part = getattr(model.base_model, "language_model", model.base_model)
-    lists = [module for module in part.modules() if isinstance(module, torch.nn.ModuleList)]
-    return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=torch.nn.ModuleList())
+    """The stack of transformer layers: the ModuleList with the most parameters."""
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
 
 
 def shard(model, device: torch.device):
     """FSDP2: each rank keeps a share of every parameter, and gathers one layer at a time to compute with it.
 
-    On CUDA the gathered copy is bfloat16, while shard, gradient and optimizer stay float32: this is also how a single
-    GPU gets its mixed precision. Gradients are summed over ranks, not averaged: token weights are global.
+    On CUDA the gathered copy is bfloat16, while shard, gradient and optimizer state stay float32. This is also how a
+    single GPU gets its mixed precision. Gradients are summed over ranks, not averaged, since token weights are global.
     """
     frozen = not any(parameter.requires_grad for parameter in model.parameters())
-    if world_size() == 1 and (device.type == "cpu" or frozen):  # FSDP would cost a CPU 15%, and save nothing
+    if world_size() == 1 and (device.type == "cpu" or frozen):  # on a CPU, FSDP would take 15% more time for nothing
         return model.to(device)
     weights = model.state_dict() if rank() == 0 and world_size() > 1 else {}
     compute_dtype = torch.bfloat16 if device.type == "cuda" else None  # None: that of the shard
-    layers = decoder_layers(model)
-    # by id: a reference would keep the whole parameter in memory beside its shard
-    uses = collections.Counter(id(parameter) for layer in layers for parameter in layer.parameters())
-    own = [layer for layer in layers if all(uses[id(parameter)] == 1 for parameter in layer.parameters())]
-    # Inputs stay as the model makes them (OLMo's rotary angles: float32), as they do without FSDP's hooks.
+    # Inputs keep the dtype that the model gave them (rotary angles: float32), as they would without FSDP.
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in [*own, model]:  # the root keeps layers that share parameters (Zamba)
+    for module in [*decoder_layers(model), model]:
         fully_shard(module, mp_policy=precision,
-                    reshard_after_forward=frozen or module is not model)  # the backward pass begins with the root
+                    reshard_after_forward=frozen or module is not model)  # a backward pass needs the root's first
         if world_size() > 1:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -451,15 +420,15 @@ def shard(model, device: torch.device):
         model.tie_weights()
     if world_size() > 1:
         set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-        for buffer in model.buffers():  # not in the state dict: rotary frequencies and the like
+        for buffer in model.buffers():  # not all are in the state dict: rotary frequencies, for one
             dist.broadcast(buffer, 0)
-        # Rank 0 read it with the weights. It says what ends a completion.
+        # It says which tokens end a completion, and only rank 0 has read it.
         model.generation_config = from_main_rank(getattr(model, "generation_config", None))
     return model
 
 
 def call_gathered(function, model, *args):
-    """function(model, *args) with FSDP's forward hooks around it, so that it sees gathered parameters."""
+    """function(model, *args), run as FSDP runs a forward pass, so that it sees gathered parameters."""
     if not isinstance(model, FSDPModule):
         return function(model, *args)
     model.work = functools.partial(function, model)  # FSDP wraps methods, by name
@@ -469,10 +438,10 @@ def call_gathered(function, model, *args):
 
 @contextlib.contextmanager
 def gathered(model):
-    """Gather all parameters once, so that ranks may call the model a different number of times: no collectives.
+    """Gather all parameters once, so that ranks may call the model a different number of times: no call is collective.
 
-    FSDP's hooks are off meanwhile: they cost a decoding step 0.1 ms a layer, and wait for other streams, which the
-    capture of a CUDA graph cannot hold.
+    FSDP's hooks are taken off meanwhile: they cost a decoding step 0.1 ms a layer, and they wait for other streams,
+    which is not allowed while a CUDA graph is captured.
     """
     with contextlib.ExitStack() as afterwards:
         for module in model.modules():
@@ -489,25 +458,29 @@ def save_model(model, tokenizer, directory: Path) -> None:
     """Write what from_pretrained, vLLM and TGI load, in the dtype that the model came in. Collective; atomic."""
     # gathered one at a time into rank 0's CPU memory: no GPU ever holds the whole model
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    own = dict(model.named_parameters()) | dict(model.named_buffers())  # each tied weight once
+    distinct = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied weight has one name here
     weights = {name: tensor.to(model.saved_dtype) if tensor.is_floating_point() else tensor
-               for name, tensor in weights.items() if name in own}
+               for name, tensor in weights.items() if name in distinct}
 
     def fill(folder):
         model.save_pretrained(folder, state_dict=weights)
-        model.config.dtype = model.saved_dtype  # save_pretrained wrote that of the masters
+        model.config.dtype = model.saved_dtype  # save_pretrained wrote the masters' dtype into config.json
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     on_main_rank_first(lambda: write_directory(directory, fill))
 
 
 def write_directory(directory: Path, fill, replace: bool = True) -> None:
-    """Fill a temporary directory with `fill(path)`, flush it to disk, and rename it to `directory`."""
-    temporary, old = (directory.with_name(f"{directory.name}.{kind}-{os.getpid()}") for kind in ("tmp", "old"))
+    """Fill a temporary directory with `fill(path)`, flush it to disk, and rename it to `directory`.
+
+    replace=False is for processes that may build the same thing at once: the first to finish wins.
+    """
+    temporary, old = directory.with_name(f"{directory.name}.tmp"), directory.with_name(f"{directory.name}.old")
+    if not replace:
+        temporary = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
     try:
-        for kind in ("tmp", "old") if replace else ():  # what a killed process has left
-            for left in directory.parent.glob(f"{directory.name}.{kind}-*"):
-                shutil.rmtree(left)
+        for left in (temporary, old):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir(parents=True)
         fill(temporary)
         for file in filter(Path.is_file, temporary.rglob("*")):
@@ -515,14 +488,13 @@ def write_directory(directory: Path, fill, replace: bool = True) -> None:
                 os.fsync(handle.fileno())
         if replace and directory.exists():
             os.rename(directory, old)
-        os.rename(temporary, directory)  # fails where `directory` still is
+        os.rename(temporary, directory)
+        shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         if replace or not directory.exists():  # else another process was first
-            raise TrainingFailed(f"cannot write {directory}: {getattr(error, 'strerror', None) or error}"
-                                 + "; --resume does it again" * replace) from error
+            raise TrainingFailed(f"cannot write {directory}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------- the built-in model, and its problems
@@ -532,10 +504,10 @@ TINY_VOCABULARY = ["<pad>", "<eos>", "<unk>", *TAGS, *"0123456789+-*=(),? "]
 
 
 def arithmetic_rows(digits: int, split: str) -> list[dict]:
-    """Additions of two numbers of `digits` digits, always the same: {"prompt": "12+34=?", "answer": "46"}.
+    """Additions of two numbers of `digits` digits, the same in every run: {"prompt": "12+34=?", "answer": "46"}.
 
-    a+b and b+a are the same problem, and train and eval share none. Up to two digits the splits hold every problem
-    there is, from three on 8,000 of them.
+    Train and eval share no problem, where a+b and b+a count as one. Up to two digits they hold all problems there are;
+    from three digits on, 8,000 of them.
     """
     low, high = (10 ** (digits - 1) if digits > 1 else 0), 10 ** digits
     draw = random.Random(digits)
@@ -577,20 +549,20 @@ def tiny_tokenizer():
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TINY_VOCABULARY)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
-    backend.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])  # one token each, anywhere
+    backend.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])  # or they would be split
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
                                    clean_up_tokenization_spaces=False)
 
 
 def train_tiny_model(digits: int):
-    """A 0.6M-parameter Qwen2, taught by imperfect examples: it knows the right way and the wrong ones.
+    """A 0.6M-parameter Qwen2, trained on worked answers with mistakes in them: it knows the right way and wrong ones.
 
-    That is the state from which reinforcement learning has something to do: sampled answers are right about two
-    times in five, and greedy ones about half of the time.
+    So reinforcement learning has something to choose from. About two in five sampled answers are right, and half of
+    the greedy ones.
     """
     tokenizer, draw, rows = tiny_tokenizer(), random.Random(0), arithmetic_rows(digits, "train")
     steps, threads = 300, torch.get_num_threads()
-    torch.set_num_threads(1)  # sums round by the number of threads: the weights must not depend on it
+    torch.set_num_threads(1)  # how sums round depends on the number of threads; the weights must not
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random state alone
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(Qwen2Config(
@@ -618,8 +590,8 @@ def train_tiny_model(digits: int):
 def build_tiny_model(data: str) -> str:
     """The directory of the warm-started tiny model: trained on the first call (40 s of one core), then kept.
 
-    Its name holds a hash of all that determines the weights. Processes that start together may each train one; that of
-    the first to finish is kept.
+    Its name holds a hash of everything that determines the weights. If several processes start at once, each may train
+    a model; the first to finish is kept.
     """
     digits = arithmetic_digits(data) if is_built_in(data) else 2
     parts = (arithmetic_rows, worked_answer, tiny_tokenizer, train_tiny_model)
@@ -641,7 +613,7 @@ class Problem:
     prompt_ids: list[int]    # what the model reads
     answer: str | None       # the gold answer, for the verifier
     row: dict                # the whole row, for a reward function
-    opening: str = ""        # "<think>" where the prompt ends with it: `format_reward` wants it in the completion
+    opening: str = ""        # "<think>" if the prompt ends with it: `format_reward` counts it with the completion
 
 
 def is_built_in(data: str) -> bool:
@@ -656,7 +628,7 @@ def arithmetic_digits(data: str) -> int:
 
 
 def read_rows(data: str, split: str) -> list[tuple[dict, str]]:
-    """The rows of the built-in data, a JSON-lines file or a hub dataset, each with its place for error messages."""
+    """(row, its place for error messages), of the built-in data, a JSON-lines file or a hub dataset."""
     if is_built_in(data):
         rows = arithmetic_rows(arithmetic_digits(data), split)
     elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.isfile(data):
@@ -670,30 +642,29 @@ def read_rows(data: str, split: str) -> list[tuple[dict, str]]:
 
 
 def read_json_lines(path: str) -> list[tuple[dict, str]]:
-    """One JSON object a line, gzipped or not. Empty lines are skipped; a broken one is named."""
-    rows, number = [], 0
-    try:
-        with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    row, place = json.loads(line), f"{path} line {number}"
-                    if not isinstance(row, dict):
-                        raise UserError(f"{place}: want a JSON object, not {type(row).__name__}")
-                    rows.append((row, place))
-    except json.JSONDecodeError as error:
-        reason = f"not JSON, one object a line ({error.msg} at column {error.colno})"
-        raise UserError(f"{path} line {number}: {reason}") from None
-    except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
-        place = f"{path} after line {number}" if number else path
-        raise UserError(f"{place}: {getattr(error, 'strerror', None) or error}") from None
+    """(row, place) of a file with one JSON object a line, gzipped or not. Empty lines are skipped."""
+    rows = []
+    open_file = gzip.open if path.endswith(".gz") else open
+    with one_line_errors(f"{path}: cannot be read"), open_file(path, "rt", encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            place = f"{path} line {number}"
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{place}: not JSON, one object a line ({error.msg} at column {error.colno})") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{place}: want a JSON object, not {type(row).__name__}")
+            rows.append((row, place))
     if not rows:
         raise UserError(f"{path}: no rows")
     return rows
 
 
 def read_problems(data: str, split: str = "train", need_answer: bool = True) -> list[Problem]:
-    """Rows with a prompt (`prompt`, `question` or `problem`) and an answer (`answer`, `solution`, or `ground_truth`
-    inside `reward_model`, which is verl's form), not yet encoded.
+    """Rows with a prompt (`prompt`, `question` or `problem`) and an answer (`answer` or `solution`, or verl's
+    `reward_model.ground_truth`), not yet encoded.
 
     A gold answer inside a worked solution (GSM8K's `#### 18`, MATH's `\\boxed{18}`) is taken out of it.
     """
@@ -703,15 +674,15 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
         if not is_prompt(prompt):
             raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem")
         found = row.get("answer"), row.get("solution"), verl.get("ground_truth") if isinstance(verl, dict) else None
-        answer = next((one for one in found if one not in (None, "")), None)
-        if type(answer) in (str, int, float):  # a bool is none of them
+        answer = next((value for value in found if value not in (None, "")), None)
+        if type(answer) in (str, int, float):  # not bool, which is an int to isinstance
             answer = extract_answer(answer) or str(answer)
         elif not need_answer:
-            answer = None  # a reward function has the row
-        elif answer is not None:
-            raise UserError(f"{place}: the answer must be a string or a number, not {type(answer).__name__}")
-        else:
+            answer = None  # the reward function gets the whole row
+        elif answer is None:
             raise UserError(f"{place}: no answer under answer or solution, which --reward verifier needs")
+        else:
+            raise UserError(f"{place}: the answer must be a string or a number, not {type(answer).__name__}")
         problems.append(Problem(prompt, [], answer, row))
     return problems
 
@@ -721,47 +692,42 @@ def row_prompt(row: dict):
 
 
 def is_prompt(prompt) -> bool:
-    """A string, or chat messages."""
+    """Whether it is a string, or a list of chat messages."""
     return isinstance(prompt, str) or isinstance(prompt, list) and prompt != [] and all(
-        isinstance(m, dict) and all(isinstance(m.get(key), str) for key in ("role", "content")) for m in prompt)
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt)
 
 
 def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
-    """--data and --eval_data, as problems or by another `read(data, split)`. A file has no held-out part: without
-    --eval_data there is no evaluation."""
+    """--data and --eval_data, as problems or by another `read(data, split)`."""
     read = read or functools.partial(read_problems, need_answer=cfg.reward == "verifier")
-    held_out = cfg.eval_data or (cfg.data if is_built_in(cfg.data) else "")
+    held_out = cfg.eval_data or (cfg.data if is_built_in(cfg.data) else "")  # a file has no held-out part
     return read(cfg.data, "train"), read(held_out, "eval") if held_out else []
 
 
 def tokenize(tokenizer, texts: list[str], special: bool) -> list[list[int]]:
-    """Token ids of texts, with or without the tokenizer's special tokens around them; a thousand texts at once, which
-    takes half the time of one by one, and little memory."""
+    """Token ids of texts. In batches: twice as fast as one by one, without the memory that all at once would take."""
     return [ids for first in range(0, len(texts), 1000)
             for ids in tokenizer(texts[first:first + 1000], add_special_tokens=special)["input_ids"]]
 
 
 def encode(tokenizer, prompts: list[tuple[str, bool]]) -> list[list[int]]:
-    """Token ids of prompts, each (text, whether a chat template wrote it): one BOS where the tokenizer wants one, no
-    EOS at the end. Templates bring their own."""
-    rows, bos, eos = [], tokenizer.bos_token_id, tokenizer.eos_token_id
-    for templated, alike in itertools.groupby(prompts, operator.itemgetter(1)):
-        texts = [text for text, _ in alike]
-        for text, ids in zip(texts, tokenize(tokenizer, texts, special=not templated)):
-            if not templated and ids[:2] == [bos] * 2:  # the text had its own
-                ids = ids[1:]
-            if not templated and ids[-1:] == [eos] and (ids[-2:-1] == [eos] or not text.endswith(tokenizer.eos_token)):
-                ids = ids[:-1]
-            rows.append(ids)
-    return rows
+    """Token ids of prompts, each a text and whether a chat template wrote it.
+
+    A template writes all the special tokens itself. Any other text gets the tokenizer's BOS in front, unless the
+    tokenizer has none or the text begins with it. No prompt gets an EOS: its completion follows.
+    """
+    with_special, plain = (tokenize(tokenizer, ["1"], special)[0] for special in (True, False))
+    bos = with_special[:with_special.index(plain[0])]  # a list of one token, or of none
+    encoded = tokenize(tokenizer, [text for text, _ in prompts], special=False)
+    return [ids if templated or ids[:len(bos)] == bos else bos + ids for (_, templated), ids in zip(prompts, encoded)]
 
 
 def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_PROMPT) -> tuple[str, bool]:
-    """(text for the model, whether a chat template wrote it: then it has all its special tokens already)."""
+    """A string or chat messages -> (text for the model, whether a chat template wrote it)."""
     if system_prompt == "none":
         system_prompt = default = ""
     if isinstance(prompt, str) and prompt.lstrip().startswith(tuple(tokenizer.all_special_tokens)):
-        return prompt, False  # the data is templated already, perhaps without its BOS
+        return prompt, False  # a template has been applied to the data already, perhaps without its BOS
     if isinstance(prompt, str) and not tokenizer.chat_template:
         return f"{system_prompt}\n\n{prompt}" if system_prompt else prompt, False
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
@@ -775,20 +741,21 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
     except jinja2.TemplateError as error:
         if messages[0]["role"] != "system" or len(messages) == 1:
             raise UserError(f"the chat template refuses a prompt: {error}") from error
+        # Some templates (Gemma's) have no system role: put its text in front of the first message.
         first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
-        # Some templates have no system role: let the first message begin with it.
         return render_prompt([first, *messages[2:]], tokenizer, "", default="")
 
 
 def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT) -> list:
-    """Fill in `prompt_ids`; leave out prompts that are longer than --max_prompt_tokens, and say how many."""
+    """Fill in `prompt_ids`; leave out prompts that are longer than --max_prompt_tokens, and say how many.
+
+    problems: Problems or Preferences. what: the flag that they come from, for messages.
+    """
     texts = [render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt) for problem in problems]
-    with one_line_errors(f"{what}: the tokenizer cannot read a prompt"):
-        encoded = encode(tokenizer, texts)
-    for problem, (text, _), ids in zip(problems, texts, encoded):
-        problem.prompt_ids = ids
-        if cfg.model == "tiny" and tokenizer.unk_token_id in problem.prompt_ids:
+    for problem, (text, _), ids in zip(problems, texts, encode(tokenizer, texts)):
+        if cfg.model == "tiny" and tokenizer.unk_token_id in ids:
             raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}")
+        problem.prompt_ids = ids
         if isinstance(problem.prompt, list):
             problem.prompt = text
         if isinstance(problem, Problem) and text.rstrip().endswith("<think>"):  # as reasoning models' templates do
@@ -817,7 +784,7 @@ class Shuffled:
         return [self.items[orders[epoch][i]] for epoch, i in places]
 
     def first(self, count: int) -> list:
-        """The distinct ones among the first `count` items, without moving."""
+        """The distinct ones among the first `count` items, without moving on."""
         return self.items if count >= len(self.items) else [self.items[i] for i in self.order(0)[:count]]
 
     def order(self, epoch: int) -> np.ndarray:
@@ -829,7 +796,7 @@ def collate(prompts: list[list[int]], completions: list[list[int]], pad_id: int,
     L, T = max(map(len, prompts)), max(map(len, completions))
     rows = [[pad_id] * (L - len(p)) + p + c + [pad_id] * (T - len(c)) for p, c in zip(prompts, completions)]
     real = [[0] * (L - len(p)) + [1] * (len(p) + len(c)) + [0] * (T - len(c)) for p, c in zip(prompts, completions)]
-    input_ids, attention_mask = (torch.tensor(np.array(x), device=device) for x in (rows, real))  # numpy reads faster
+    input_ids, attention_mask = (torch.tensor(np.array(x), device=device) for x in (rows, real))  # numpy: faster
     return input_ids, attention_mask, attention_mask[:, L:].bool()
 
 
@@ -843,12 +810,12 @@ class Preference:
     answers: list[str]
     answer_ids: list[list[int]]   # each ends with EOS, unless it was cut
     scores: list[float]           # falling; equal ones are a tie and make no pair
-    margin: float = 0.0           # how much better the better answer is (`margin` of a row, optional)
+    margin: float = 0.0           # optional `margin` of a row: how much better the better answer is
     ref_logprobs: tuple = ()      # of each answer under the reference, once dpo.py has computed them
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """(better, worse) answer numbers: K(K − 1)/2 of them, less the ties."""
+        """The numbers of a better and a worse answer: K(K − 1)/2 pairs, less the ties."""
         both = itertools.combinations(range(len(self.scores)), 2)
         return [(i, j) for i, j in both if self.scores[i] > self.scores[j]]
 
@@ -861,16 +828,14 @@ class Preference:
 def read_preferences(data: str, split: str = "train") -> list[Preference]:
     """Rows `prompt`, `chosen`, `rejected`; or whole dialogues without `prompt`; or `prompt`, `responses` (best first).
 
-    `scores` beside `responses` put them in order, and may tie. Not yet encoded. Rows whose answers are all equal or all
-    tie (also by `tie`, or a `margin` of 0) teach nothing: they are left out, with a line that says how many.
+    Optional `scores` order the responses, and may tie. Not yet encoded. Rows that teach nothing, because their answers
+    are equal or tie (also by `tie: true` or `margin: 0`), are left out, with a line that says how many.
     """
     source = str(build_tiny_preferences(data, split)) if is_built_in(data) else data
     preferences = []
     for row, place in read_rows(source, split):
         try:
             preferences.append(read_preference(row))
-        except KeyError as missing:
-            raise UserError(f"{place}: no {missing.args[0]}; want prompt, chosen and rejected, or responses") from None
         except ValueError as error:
             raise UserError(f"{place}: {error}") from None
     kept = [preference for preference in preferences if preference]
@@ -882,33 +847,31 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
 
 
 def read_preference(row: dict) -> Preference | None:
-    """One row; None if it prefers nothing. A malformed one raises KeyError or ValueError."""
-    prompt = row_prompt(row)
-    answers = [row["chosen"], row["rejected"]] if row.get("responses") is None else row["responses"]
-    if not isinstance(answers, list) or len(answers) < 2:
-        raise ValueError("responses must be a list of at least two answers, best first")
-    if not all(map(is_prompt, answers)):
-        raise ValueError("an answer must be a string or chat messages")
+    """One row; None if it prefers nothing. A malformed one raises ValueError."""
+    prompt, answers = row_prompt(row), row.get("responses") or [row.get("chosen"), row.get("rejected")]
+    if not isinstance(answers, list) or len(answers) < 2 or not all(map(is_prompt, answers)):
+        raise ValueError("want chosen and rejected, or a list of responses: two or more, strings or chat messages")
     if prompt is None and all(isinstance(answer, list) for answer in answers):
         prompt = answers[0][:-1]
         if any(answer[:-1] != prompt for answer in answers):
             raise ValueError("want a prompt that the conversations share: all but their last turns")
     answers = [answer if isinstance(answer, str) else answer[-1]["content"] for answer in answers]
-    if prompt is None:  # "Human: hi Assistant: hello", "Human: hi Assistant: go away": "Human: hi Assistant:"
+    if prompt is None:  # whole dialogues as text: "Human: hi Assistant: hello" and "Human: hi Assistant: go away"
         shared = re.match(".*[Aa]ssistant:", os.path.commonprefix(answers), re.S)
         if not shared:
             raise ValueError("no prompt, and the answers are not dialogues that share a turn up to 'Assistant:'")
         prompt, answers = shared[0], [answer[shared.end():] for answer in answers]
     if not is_prompt(prompt):
         raise ValueError("want a prompt (string or chat messages)")
+
     margin, scores = row.get("margin"), row.get("scores")
-    if scores is None:
-        scores = list(range(len(answers), 0, -1))
     if margin is not None and not is_number(margin):
         raise ValueError(f"margin must be a number, not {margin!r:.40}")
+    if scores is None:
+        scores = list(range(len(answers), 0, -1))
     if not isinstance(scores, list) or len(scores) != len(answers) or not all(map(is_number, scores)):
         raise ValueError("scores must be as many numbers as there are responses")
-    best = {}  # of equal answers the first counts
+    best = {}  # answer: score, best first; of equal answers the best counts
     for answer, score in sorted(zip(answers, scores), key=lambda pair: -pair[1]):
         best.setdefault(answer, float(score))
     if row.get("tie") or margin == 0 or len(set(best.values())) == 1:
@@ -917,7 +880,7 @@ def read_preference(row: dict) -> Preference | None:
 
 
 def is_number(value) -> bool:
-    """Finite, that is: JSON files may have NaN."""
+    """Whether it is a finite number: JSON files may have NaN."""
     return isinstance(value, (int, float, np.integer, np.floating, np.bool_)) and bool(abs(value) < LARGEST)
 
 
@@ -925,8 +888,7 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
     """Fill in the token ids. Answers end with EOS, or are cut at --max_completion_tokens or the end of the context."""
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="")
     answers = [answer for preference in kept for answer in preference.answers]
-    with one_line_errors(f"{what}: the tokenizer cannot read an answer"):
-        ids = iter(tokenize(tokenizer, answers, special=False))
+    ids = iter(tokenize(tokenizer, answers, special=False))
     cut, eos = 0, tokenizer.eos_token_id
     for preference in kept:
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
@@ -942,7 +904,7 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
 def build_tiny_preferences(data: str, split: str) -> Path:
     """The built-in rankings, kept beside the tiny model: four of its samples a problem, right ones first.
 
-    The verifier stands for the human or the language model who would judge. Problems whose samples are all right or
+    The verifier stands in for the human or the language model who would judge. Problems whose samples are all right or
     all wrong give no row.
     """
     tiny = build_tiny_model(data)

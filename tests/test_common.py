@@ -754,16 +754,6 @@ def test_a_policy_that_trains_is_the_one_that_sampled(architecture, noise, tmp_p
     torch.testing.assert_close(common.token_logprobs(policy, *arguments)[0], common.token_logprobs(model, *arguments)[0])
 
 
-def test_no_row_may_pass_the_length_at_which_longrope_changes_the_positions_of_its_whole_batch(tmp_path):
-    """Phi-3 and Phi-4-mini have two sets of rotary factors; transformers picks one by the longest row."""
-    rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    model, tokenizer = random_model("Phi3", original_max_position_embeddings=16, rope_scaling=rope)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    cfg = SimpleNamespace(model=str(tmp_path), data="arithmetic", trust_remote_code=False)
-    assert common.load_policy(cfg, torch.device("cpu"))[1].model_max_length == 16
-
-
 def test_a_tokenizer_without_pad_token_gets_eos(tmp_path):
     tokenizer = common.tiny_tokenizer()
     tokenizer.pad_token = None
@@ -852,7 +842,7 @@ def test_prompts_and_answers_are_found_under_their_usual_names(tmp_path):
     (None, "No such file"), ("", "no rows"), ('{"prompt": "a", "answer": "1"}\n{"prompt": "b', "line 2: not JSON"),
     ("[1, 2]", "line 1: want a JSON object"), ('{"prompt": "a"}', "line 1: no answer"),
     ('{"prompt": "a", "answer": ["1"]}', "line 1: the answer must be"), ('{"prompt": 3, "answer": "1"}', "line 1: want a prompt"),
-    ('{"answer": "1"}', "line 1: want a prompt"), ("\xff\xfe", "not JSON"), ("[" * 10 ** 5, "after line 1")])
+    ('{"answer": "1"}', "line 1: want a prompt"), ("\xff\xfe", "not JSON")])
 def test_broken_data_is_one_line_that_names_the_place(tmp_path, content, message):
     path = tmp_path / "rows.jsonl"
     if content is not None:

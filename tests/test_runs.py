@@ -94,12 +94,12 @@ def test_bad_rows(fails, tmp_path, content, message):
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--data", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
+    (["--data", "nowhere.jsonl"], "nowhere.jsonl: cannot be read (No such file"),
     (["--data", "arithmetic:x"], "arithmetic:DIGITS"),
     (["--data", "someone/dataset"], "pip install datasets"),
     (["--max_prompt_tokens", 2], "no rows left"),
-    (["--model", "nowhere/at-all"], "--model nowhere/at-all"), (["--model", "./nowhere"], "./nowhere: no such directory"),
-    (["--model", "runs/grpo/modle"], "runs/grpo/modle: no such directory"),
+    (["--model", "nowhere/at-all"], "--model nowhere/at-all"), (["--model", "./nowhere"], "--model ./nowhere"),
+    (["--model", "runs/grpo/modle"], "--model runs/grpo/modle"),
     (["--group_size", 1], "--group_size 1: must be at least 2"),
     (["--steps", 0], "--steps 0: must be at least 1"), (["--prompts_per_step", -3], "--prompts_per_step -3"),
     (["--max_new_tokens", 0], "--max_new_tokens 0"), (["--lr", "nan"], "--lr nan"), (["--lr", "inf"], "--lr inf"),
@@ -116,7 +116,7 @@ def test_bad_rows(fails, tmp_path, content, message):
     (["--resume"], "--resume: no checkpoint in"), (["--resume", "--overwrite"], "cannot be combined"),
     (["--log_to", "wandb"], "pip install wandb"), (["--log_to", "paper"], "--log_to"),
     (["nowhere.yaml"], "nowhere.yaml: "),
-    (["--data=nowhere.json"], ": nowhere.json: No such file"),
+    (["--data=nowhere.json"], ": nowhere.json: cannot be read (No such file"),
     (["--system_prompt"], "--system_prompt: expected one argument")])
 def test_bad_flags(fails, flags, message):
     assert message in fails(*flags)
@@ -235,16 +235,15 @@ def test_tokenizer_and_model_that_do_not_fit(fails, tmp_path):
 
 def test_flags_from_a_file_and_help(tmp_path, capsys):
     import grpo
-    path = write(tmp_path / "flags.yaml", "steps: 7\nlr: 1.0e-3\ndivide_by_std: false\nmodel: ~/m\neval_data:\n")
+    path = write(tmp_path / "flags.yaml", "steps: 7\nlr: 1.0e-3\ndivide_by_std: false\neval_data:\n")
     cfg = common.parse_config(grpo.Config, [str(path), "--steps", "9"])
-    assert (cfg.steps, cfg.lr, cfg.divide_by_std, cfg.model) == (9, 1e-3, False, str(Path.home() / "m"))
+    assert (cfg.steps, cfg.lr, cfg.divide_by_std) == (9, 1e-3, False)
     assert cfg.eval_data == ""  # an empty value is none
-    path = write(tmp_path / "other.yaml", "no_divide_by_std: true\ngradient_checkpointing: true\n")
-    cfg = common.parse_config(grpo.Config, [str(path)])
-    assert not cfg.divide_by_std and cfg.gradient_checkpointing
+    path = write(tmp_path / "other.yaml", "gradient_checkpointing: true\n")
+    assert common.parse_config(grpo.Config, [str(path)]).gradient_checkpointing
     with pytest.raises(common.UserError, match="unknown flag --1"):
         common.parse_config(grpo.Config, [str(write(path, "1: true\n"))])
-    with pytest.raises(common.UserError, match="(?s)other.yaml: .*line 2"):
+    with pytest.raises(common.UserError, match="other.yaml: .*line 2"):
         common.parse_config(grpo.Config, [str(write(path, "steps: 7\nlr: [1\n"))])
     with pytest.raises(SystemExit):
         common.parse_config(grpo.Config, ["--help"])
