@@ -172,6 +172,8 @@ def launch(main, Config) -> None:
     sys.stderr.write, sys.stderr.flush = outliving_reader(sys.stderr.write), outliving_reader(sys.stderr.flush)
     try:
         main(parse_config(Config, sys.argv[1:]))
+    except KeyboardInterrupt:  # before the first step, from which on `Run.note_signal` handles it: nothing to save yet
+        sys.exit(130)
     except (UserError, torch.OutOfMemoryError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             error = TrainingFailed(f"out of GPU memory {memory_advice(error)} (the last checkpoint is intact): "
@@ -287,16 +289,23 @@ def my_share(total: int) -> range:
 
 
 def on_main_rank_first(work):
-    """Run `work()` on rank 0 while the others wait. If it fails, rank 0 exits, and torchrun ends the others."""
+    """Run `work()` on rank 0 while the others wait. If it fails, every rank raises its error."""
+    problem = None
     if rank() == 0:
-        work()
-    gather_in_order([])
+        try:
+            work()
+        except (UserError, OSError) as error:
+            problem = error
+    if problem := from_main_rank(problem):
+        raise problem
 
 
 # ------------------------------------------------------------------------------------------------------ models
 
 def load_tokenizer(name: str, trust_remote_code: bool = False):
     """The tokenizer of a directory or hub id. Where it has no pad token, EOS pads: masks come from positions."""
+    if (name.startswith(("/", ".")) or name.count("/") > 1) and not os.path.isdir(name):  # a hub id has one /
+        raise UserError(f"--model {name}: no such directory")
     with one_line_errors(f"--model {name}: no directory or hub id that has a tokenizer"):
         # For some model types (Qwen2 is one) AutoTokenizer replaces a generic tokenizer.json by the architecture's own
         # tokenizer, which splits text differently. The one that came with the model is right.
@@ -305,6 +314,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
         tokenizer = cls.from_pretrained(name, trust_remote_code=trust_remote_code)
     if not tokenizer("1")["input_ids"]:  # transformers makes up an empty one where there is a model but no tokenizer
         raise UserError(f"--model {name}: no tokenizer there")
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"--model {name}: its tokenizer has no end-of-sequence token, so no completion could end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -333,6 +344,8 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
     """
     with one_line_errors(f"--model {name}: not a model that transformers can load"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **config_changes)
+        if cls is AutoModelForCausalLM and "ForSequenceClassification" in "".join(config.architectures or ()):
+            raise UserError(f"--model {name}: a classifier, as reward models are, and not a language model")
         saved_dtype = config.dtype or torch.float32
         text_config = config.get_text_config()  # of a model that also sees, the part that reads text
         for key, value in text_config.to_dict().items():
@@ -752,7 +765,9 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
     problems: Problems or Preferences. what: the flag that they come from, for messages.
     """
     texts = [render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt) for problem in problems]
-    for problem, (text, _), ids in zip(problems, texts, encode(tokenizer, texts)):
+    with one_line_errors(f"{what}: the tokenizer cannot read a prompt"):
+        encoded = encode(tokenizer, texts)
+    for problem, (text, _), ids in zip(problems, texts, encoded):
         if cfg.model == "tiny" and tokenizer.unk_token_id in ids:
             raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}")
         problem.prompt_ids = ids
@@ -888,7 +903,8 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
     """Fill in the token ids. Answers end with EOS, or are cut at --max_completion_tokens or the end of the context."""
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="")
     answers = [answer for preference in kept for answer in preference.answers]
-    ids = iter(tokenize(tokenizer, answers, special=False))
+    with one_line_errors(f"{what}: the tokenizer cannot read an answer"):
+        ids = iter(tokenize(tokenizer, answers, special=False))
     cut, eos = 0, tokenizer.eos_token_id
     for preference in kept:
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))

@@ -43,6 +43,15 @@ def test_flags_are_not_abbreviated():
         common.parse_config(importlib.import_module("grpo").Config, ["--step", "3"])
 
 
+def test_an_interruption_before_the_first_step(monkeypatch, capsys):  # a stderr of its own: `launch` wraps it
+    def main(cfg):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    with pytest.raises(SystemExit) as stopped:
+        common.launch(main, common.RunConfig)
+    assert stopped.value.code == 130
+
+
 def test_an_error_is_one_line(monkeypatch, capsys):
     def main(cfg):
         raise common.UserError("first\n  second")
@@ -61,6 +70,17 @@ def test_the_phase_that_ran_out_of_memory(function, advice):
         scope[function]()
     except MemoryError as error:
         assert advice in common.memory_advice(error)
+
+
+def test_an_error_of_rank_0_reaches_all(monkeypatch):
+    """If it stayed on rank 0, the others would wait."""
+    told = []
+    monkeypatch.setattr(common, "from_main_rank", lambda value: told.append(value) or value)
+    def full():
+        raise OSError(28, "No space left on device")
+    with pytest.raises(OSError):
+        common.on_main_rank_first(full)
+    assert len(told) == 1 and told[0].errno == 28
 
 
 def test_ranks_leave_together(monkeypatch):
@@ -126,6 +146,16 @@ def test_a_frozen_reward_model_needs_its_head(tmp_path):
         common.load_model(str(tmp_path), cpu, trainable=False, cls=common.AutoModelForSequenceClassification, num_labels=1)
 
 
+def test_a_reward_model_is_no_policy(tmp_path):
+    """With tied embeddings no weight of a language model is missing in it."""
+    config = random_model("Qwen2", tie_word_embeddings=True)[0].config
+    config.num_labels = 1
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(common.UserError, match="a classifier, as reward models are, and not a language model"):
+        common.load_model(str(tmp_path), cpu)
+    assert common.load_model(str(tmp_path), cpu, trainable=False, cls=common.AutoModelForSequenceClassification)
+
+
 def test_a_classifier_without_a_scalar_head(tmp_path):
     config = random_model("Bert")[0].config
     config.num_labels = 1
@@ -138,6 +168,14 @@ def test_the_layers_of_a_model_that_also_sees():
     model, _ = random_model("Qwen2")
     model.model.vision = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(5))
     assert common.decoder_layers(model) is model.model.layers
+
+
+def test_a_tokenizer_without_an_end(tmp_path):
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(common.UserError, match="no end-of-sequence token"):
+        common.load_tokenizer(str(tmp_path))
 
 
 def test_an_embedding_may_be_padded(tmp_path):
