@@ -95,7 +95,8 @@ def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, devic
         differences += [rewards[better] - rewards[worse] for better, worse in preference.pairs]
     if differences:
         differences = torch.stack(differences)
-        right = torch.heaviside(differences, differences.new_tensor(0.5))  # a tie is half right; at first, all tie
+        # A tie counts one half: before the first update, policy and reference agree, and all pairs tie.
+        right = torch.heaviside(differences, differences.new_tensor(0.5))
         metrics["eval_pair_accuracy"] = right.mean().item()
     return metrics
 
