@@ -35,7 +35,7 @@ class Config(common.RunConfig):
     reward: str = flag("verifier", "verifier, FILE.py:FUNCTION called with (prompt, completion, row), or the directory "
                                    "of a reward model")
     format_reward: float = flag(0.0, "weight of the extra reward for the form <think>…</think><answer>…</answer>")
-    dynamic_sampling: bool = flag(True, "roll out until there are P groups with 0 < correct < G")
+    dynamic_sampling: bool = flag(True, "roll out until P groups have 0 < correct < G; --no_dynamic_sampling: any P")
     max_generation_batches: int = flag(10, "limit on the rollouts of a step, which then trains on the groups it has")
     overlong_buffer: int = flag(8, "length is penalized from this many tokens before the cut (paper: 4,096); 0: never")
     overlong_filtering: bool = flag(False, "leave truncated completions out of the loss, but not out of their group")
