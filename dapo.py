@@ -5,14 +5,15 @@
     weight   1 / (N·|o_i|)  →  1 / Σ|o_j|                   token_weights           (eq. 12)
     reward   R              →  R + length penalty           soft_overlong_penalty   (eq. 13)
     reward   1 or 0         →  1 or −1                      load_reward             (eq. 7)
-    KL       β·k3           →  none                         dapo_loss               (section 2.3)
+    KL       β·KL           →  none                         dapo_loss               (section 2.3)
 
-To switch one off: --clip_high 0.2, --no_dynamic_sampling, --loss_average sequence, --overlong_buffer 0. As in grpo.py
-the default is one update a rollout, where ρ = 1 and no clip acts: the paper makes 16 (--minibatches 16).
+To switch one off: --clip_high 0.2, --no_dynamic_sampling, --loss_average sequence, --overlong_buffer 0. By default,
+as in grpo.py, a rollout gets a single update, which clips nothing; the paper makes 16 (--minibatches 16).
 
-Without flags: the tiny model learns additions on a CPU, in about a minute. README.md: real models, data, many GPUs.
+Without flags, the script teaches the built-in tiny model to add, on a CPU, in about a minute. README.md shows how to
+train real models on your own data, on one GPU or many.
 
-Shapes: P prompts, G completions of each, N = P·G; T padded completion length; B rows of a micro-batch.
+Shapes: P prompts, G completions per prompt, N = P·G; T tokens per completion, padded; B rows in a micro-batch.
 """
 import math
 from dataclasses import dataclass
@@ -26,95 +27,96 @@ from common import flag, sample, token_logprobs
 
 @dataclass
 class Config(common.RunConfig):
-    steps: int = flag(60, "rollout batches")
+    steps: int = flag(60, "training steps, each on a new rollout batch")
     prompts_per_step: int = flag(16, "P: prompts per rollout batch (paper: 512)")
     group_size: int = flag(16, "G: completions per prompt (paper: 16)")
-    max_new_tokens: int = flag(40, "T: completions are cut here (paper: 20,480)")
-    temperature: float = flag(1.0, "of sampling, and of every log-prob")
+    max_new_tokens: int = flag(40, "completions are cut off after this many tokens (paper: 20,480)")
+    temperature: float = flag(1.0, "sampling temperature, which every log-prob uses as well")
     reward: str = flag("verifier", "verifier, FILE.py:FUNCTION called with (prompt, completion, row), or the directory "
                                    "of a reward model")
-    format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
-    dynamic_sampling: bool = flag(True, "sample until there are P groups with 0 < correct < G")
-    max_generation_batches: int = flag(10, "at most so many rollouts a step; then it trains on the groups it has")
-    overlong_buffer: int = flag(8, "tokens before max_new_tokens that cost up to 1 in all (paper: 4,096); 0: off")
-    overlong_filtering: bool = flag(False, "truncated completions get no loss; they still count in their group")
-    loss_average: Literal["token", "prompt", "sequence"] = flag("token", "see token_weights")
-    minibatches: int = flag(1, "optimizer steps per pass over the rollout batch")
-    updates_per_batch: int = flag(1, "μ: passes over the rollout batch, each in the same minibatches (paper: 1)")
-    clip_low: float = flag(0.2, "ε_low: the ratio is clipped to 1 − ε_low at least")
-    clip_high: float = flag(0.28, "ε_high: and to 1 + ε_high at most")
-    lr: float = flag(1e-4, "learning rate: 1e-6 for a real model (paper: 1e-6)")
-    warmup_steps: int = flag(0, "updates of linear warm-up, the first at rate 0")
-    max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
+    format_reward: float = flag(0.0, "weight of the extra reward for the form <think>…</think><answer>…</answer>")
+    dynamic_sampling: bool = flag(True, "roll out until P groups have 0 < correct < G; --no_dynamic_sampling: any P")
+    max_generation_batches: int = flag(10, "limit on the rollouts of a step, which then trains on the groups it has")
+    overlong_buffer: int = flag(8, "length is penalized from this many tokens before the cut (paper: 4,096); 0: never")
+    overlong_filtering: bool = flag(False, "leave truncated completions out of the loss, but not out of their group")
+    loss_average: Literal["token", "prompt", "sequence"] = flag(
+        "token", "mean over all tokens, over each prompt's first (eq. 12), or over each completion's first (GRPO)")
+    minibatches: int = flag(1, "minibatches per rollout batch; each is one optimizer step")
+    updates_per_batch: int = flag(1, "μ: passes over a rollout batch, always in the same minibatches (paper: 1)")
+    clip_low: float = flag(0.2, "ε_low: ratios are clipped to at least 1 − ε_low (paper: 0.2)")
+    clip_high: float = flag(0.28, "ε_high: ratios are clipped to at most 1 + ε_high (paper: 0.28)")
+    lr: float = flag(1e-4, "learning rate; 1e-6 suits a real model (paper: 1e-6)")
+    warmup_steps: int = flag(0, "optimizer steps of linear warm-up, the first with a learning rate of 0")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
 
 
 def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """rewards [P, G] -> advantages [P, G], each completion against its group.
+    """Advantages [P, G] from rewards [P, G]: each completion is compared with its group.
 
-    Exactly 0 where all rewards of a group are equal, and for a group of one.
+    They are exactly 0 in a group whose rewards are all equal, and in a group of one.
     """
-    rewards = rewards - rewards[:, :1]  # equal rewards are 0 from here on, free of any rounding of their mean
-    advantages = rewards - rewards.mean(dim=1, keepdim=True)
-    advantages = advantages / (rewards.std(dim=1, keepdim=True, correction=min(1, rewards.shape[1] - 1)) + 1e-6)
-    return advantages
+    rewards = rewards - rewards[:, :1]  # equal rewards are exactly 0 from here on, whatever their mean would round to
+    mean = rewards.mean(dim=1, keepdim=True)
+    std = rewards.std(dim=1, keepdim=True, correction=min(1, rewards.shape[1] - 1))  # sample std (n − 1)
+    return (rewards - mean) / (std + 1e-6)
 
 
 def soft_overlong_penalty(lengths: torch.Tensor, max_new_tokens: int, buffer: int) -> torch.Tensor:
-    """lengths [N] -> [N]: 0 up to max_new_tokens − buffer, then linearly down to −1 at max_new_tokens (eq. 13)."""
+    """Eq. 13: 0 for lengths [N] up to max_new_tokens − buffer, then falling linearly to −1 at max_new_tokens."""
     return ((max_new_tokens - buffer - lengths) / max(buffer, 1)).clamp(-1, 0)
 
 
 def informative_groups(correct: torch.Tensor) -> torch.Tensor:
-    """correct bool [P, G] -> bool [P]: 0 < Σ correct < G (eq. 11). The others could teach length alone."""
+    """Which groups (bool [P]) have both right and wrong completions (bool [P, G]): 0 < Σ correct < G (eq. 11)."""
     return correct.any(dim=1) & ~correct.all(dim=1)
 
 
 def dynamic_sampling(roll_out, num_prompts: int, max_generation_batches: int):
-    """Roll out until `num_prompts` groups are informative, at most `max_generation_batches` times.
+    """Roll out until `num_prompts` groups are informative, but at most `max_generation_batches` times.
 
-    roll_out(P) -> (batch, rollout, rewards [P, G], correct [P, G]). Returns the list of these and the numbers of the
-    groups to train on, counted through the list, at most `num_prompts`. After the first time it asks for as many
-    prompts as the share kept so far makes necessary. Groups beyond num_prompts are lost: after the update they would
-    no longer be on-policy.
+    roll_out(P) returns (batch, rollout, rewards [P, G], correct [P, G]). After the first call, P is as many prompts as
+    should yield the groups still missing. Returns the list of all these rollouts, and the groups to train on, numbered
+    through that list. Groups beyond num_prompts are lost: by the next step they would be off-policy.
     """
     drawn, wanted = [], num_prompts
     for _ in range(max_generation_batches):
         drawn.append(roll_out(wanted))
         informative = torch.cat([informative_groups(correct) for *_, correct in drawn])
-        missing = num_prompts - int(informative.sum())
-        if missing <= 0:
+        found = int(informative.sum())
+        if found >= num_prompts:
             break
-        kept_share = max(int(informative.sum()), 1) / len(informative)
-        wanted = min(num_prompts, math.ceil(missing / kept_share))
+        share = max(found, 1) / len(informative)
+        wanted = min(num_prompts, math.ceil((num_prompts - found) / share))
     return drawn, informative.nonzero()[:num_prompts, 0].cpu()
 
 
 def token_weights(mask: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """mask bool [N, T] -> [N, T], each token's weight in the loss; 0 outside the mask.
+    """Weights [N, T] of the tokens in the loss, from their mask (bool [N, T]); 0 outside the mask.
 
-    num_tokens counts the tokens of the whole optimizer step: micro-batches and ranks add up to it. Eq. 12 averages
-    over the tokens of one prompt's group, then over prompts (`unit_token_weights`). The authors' own code weighs
-    all tokens of the step alike, and so does this one.
+    num_tokens is the number of tokens in the whole optimizer step, over all micro-batches and ranks. Eq. 12 averages
+    over the tokens of each prompt first, then over prompts (see unit_token_weights). The authors' code gives every
+    token of the step the same weight, and so does the default here.
     """
     return mask / max(num_tokens, 1)  # 1 / Σ|o_j|
 
 
 def unit_token_weights(mask: torch.Tensor, unit_of: torch.Tensor) -> torch.Tensor:
-    """--loss_average prompt or sequence: mean over the tokens of a unit, then over units, numbered in unit_of [N]."""
-    units, unit_of = unit_of.unique(return_inverse=True)
-    num_tokens = torch.zeros(len(units)).index_add(0, unit_of, mask.sum(dim=1).float().cpu()).to(mask.device)
+    """--loss_average prompt or sequence: a mean over each unit's tokens, then over units. unit_of [N] numbers them."""
+    units, unit_of = unit_of.to(mask.device).unique(return_inverse=True)
+    num_tokens = torch.zeros(len(units), device=mask.device).index_add(0, unit_of, mask.sum(dim=1).float())
     return mask / num_tokens[unit_of, None].clamp(min=1) / len(units)
 
 
 def dapo_loss(logprobs, old_logprobs, advantages, weights, clip_low: float, clip_high: float):
-    """Σ_{i,t} w · −min(ρ Â, clip(ρ) Â), eq. 8. All [B, T] but advantages [B]. -> (loss, stats).
+    """Eq. 8 as a loss: Σ_{i,t} w · −min(ρ Â, clip(ρ) Â). Returns (loss, stats).
 
-    Gradients flow into `logprobs` alone. Where the weight is 0 nothing else matters, NaN included.
+    All tensors are [B, T], except advantages [B]. Gradients flow into `logprobs` only. Where a weight is 0, the other
+    tensors may hold anything, even NaN.
     """
-    active = weights > 0
+    active = weights > 0  # `where` sets the rest to 0; multiplying NaN by a weight of 0 would not
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
     advantages = advantages.detach()[:, None].where(active, 0.0)
-    ratio = log_ratio.clamp(-20, 20).exp()
+    ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss = -(weights * torch.min(unclipped, clipped)).sum()
@@ -132,18 +134,19 @@ def main(cfg: Config) -> None:
     data = common.Shuffled(common.encode_prompts(problems, tokenizer, cfg, "--data"), cfg.seed)
 
     run.start(data, policy=(policy, optimizer, schedule))
-    if run.next_step == 0:
+    if run.next_step == 0:  # step 0: evaluate before training
         run.end_step(0, common.evaluate(policy, tokenizer, eval_problems, score, cfg))
 
     for step in run.steps():
         meter = common.Meter()
 
-        # 1. Roll out: G completions of each prompt, and 2. score, until P groups are informative.
+        # 1. Roll out, G completions for each prompt, and 2. score them, until P groups are informative.
         def roll_out(num_prompts):
             batch = data.next(num_prompts)
             rollout = sample(policy, tokenizer, [problem.prompt_ids for problem in batch], cfg.group_size,
                              cfg.max_new_tokens, cfg.temperature)
-            return batch, rollout, *score(batch, rollout)  # rewards and correct, [P, G] each
+            rewards, correct = score(batch, rollout)  # [P, G] each
+            return batch, rollout, rewards, correct
 
         if cfg.dynamic_sampling:
             drawn, groups = dynamic_sampling(roll_out, cfg.prompts_per_step, cfg.max_generation_batches)
@@ -154,27 +157,28 @@ def main(cfg: Config) -> None:
         if len(groups) < cfg.prompts_per_step:
             common.say(f"step {step}: {kept} of {len(batch)} groups are informative, {cfg.prompts_per_step} wanted")
         rewards += soft_overlong_penalty(rollout.lengths, cfg.max_new_tokens, cfg.overlong_buffer).view_as(rewards)
-        trained = rollout.mask & (rollout.finished[:, None] | (not cfg.overlong_filtering))  # [N, T] tokens with a loss
+        loss_mask = rollout.mask & rollout.finished[:, None] if cfg.overlong_filtering else rollout.mask  # [N, T]
 
-        # 3. Advantages: each completion's reward against its group's.
+        # 3. Advantages: compare each completion with its group.
         advantages = group_advantages(rewards).flatten()  # [N]
         common.warn_without_signal(step, advantages)
 
-        # 4. Update: micro-batches add up to the gradient of the whole minibatch; nothing is averaged.
-        rows = (groups[:, None] * cfg.group_size + torch.arange(cfg.group_size)).flatten()
-        minibatches = rows[torch.randperm(len(rows))].tensor_split(min(cfg.minibatches, len(rows))) if len(rows) else ()
-        # The first minibatch is on-policy: its old log-probs are the new ones, which update 0 fills in (0 until then).
+        # 4. Update. Weights are relative to the whole minibatch, so the gradients of its micro-batches just add up.
+        order = (groups[:, None] * cfg.group_size + torch.arange(cfg.group_size)).flatten()  # rows of these groups
+        order = order[torch.randperm(len(order))]
+        minibatches = [part for part in order.tensor_split(cfg.minibatches) if len(part) > 0]
+        # At update 0 the policy is still the one that sampled: that update records its own log-probs as the old ones.
+        # Only the later minibatches need a forward pass for theirs.
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
 
         for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):
             weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T], 0 outside the minibatch
             if cfg.loss_average == "token":
-                weights[minibatch] = token_weights(trained[minibatch], int(trained[minibatch].sum()))
-            else:  # units of the whole step, for minibatches may split a group; only the minibatch's rows are read
-                dealt = torch.cat(minibatches)
-                unit_of = dealt // cfg.group_size if cfg.loss_average == "prompt" else dealt
-                weights[dealt] = unit_token_weights(trained[dealt], unit_of) * len(dealt) / len(minibatch)
+                weights[minibatch] = token_weights(loss_mask[minibatch], int(loss_mask[minibatch].sum()))
+            else:  # computed over the whole step, as minibatches may split a group, then scaled up to one minibatch
+                unit_of = order // cfg.group_size if cfg.loss_average == "prompt" else order
+                weights[order] = unit_token_weights(loss_mask[order], unit_of) * len(order) / len(minibatch)
             total_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):
                 logprobs, entropy = token_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [B, T]
@@ -182,19 +186,22 @@ def main(cfg: Config) -> None:
                     old_logprobs[rows, :T] = logprobs.detach()
                 loss, stats = dapo_loss(
                     logprobs, old_logprobs[rows, :T],
-                    advantages[rows], weights[rows, :T], cfg.clip_low, cfg.clip_high)
+                    advantages[rows], weights[rows, :T],
+                    cfg.clip_low, cfg.clip_high)
                 loss.backward()
                 total_loss += loss.detach()
-                mask = trained[rows, :T]
+                mask = loss_mask[rows, :T]
                 meter.add(mask.sum(), entropy=common.masked_mean(entropy, mask), **stats)
             meter.add(1, **run.optimizer_step(policy, optimizer, schedule, total_loss))
 
         # 5. Log.
         metrics = {
-            "loss": 0.0, "grad_norm": 0.0, "lr": schedule.get_last_lr()[0],  # of a step without an update
+            "loss": 0.0, "grad_norm": 0.0, "lr": schedule.get_last_lr()[0],  # for a step without an update
             "kept_fraction": kept / len(batch), "wasted_groups": max(0, kept - cfg.prompts_per_step),
             "sampled_tokens": int(rollout.lengths.sum()),
-            "reward": rewards.mean().item(), "accuracy": correct.float().mean().item(), **meter.means(),
+            "reward": rewards.mean().item(),
+            "accuracy": correct.float().mean().item(),
+            **meter.means(),
             "completion_length": rollout.lengths.float().mean().item(),
             "wrong_length": common.masked_mean(rollout.lengths, ~correct.flatten()).item(),
             "truncated_fraction": 1 - rollout.finished.float().mean().item(),

@@ -1,16 +1,18 @@
 """DPO, Direct Preference Optimization (Rafailov et al. 2023, arXiv:2305.18290):
 
-    minimize  −log σ(β (Δ_policy − Δ_reference))        Δ = log π(y⁺|x) − log π(y⁻|x), mean over pairs        (eq. 7)
-    gradient  −β (1 − σ(β(Δ_policy − Δ_reference))) (∇log π(y⁺|x) − ∇log π(y⁻|x))                  (section 4)
+    minimize  −log σ(β (Δ_policy − Δ_reference)),  Δ = log π(y⁺|x) − log π(y⁻|x),  mean over pairs         (eq. 7)
+    gradient  −β (1 − σ(β(Δ_policy − Δ_reference))) (∇log π(y⁺|x) − ∇log π(y⁻|x))                          (section 4)
 
-No reward model and no sampling: β·log(π/π_ref) is the implicit reward, and 1 − σ, the probability that it gives to
-the wrong order, plays the role of an advantage.
---reference_free drops Δ_reference; --label_smoothing s is conservative DPO; --on_policy samples the pairs as it goes
-and lets --reward pick the better one.
+There is no reward model and no sampling: β·log(π/π_ref) is an implicit reward. In the gradient, the probability 1 − σ
+that this reward gives to the wrong order of a pair plays the part of an advantage.
 
-Without flags: the tiny model learns additions from pairs of its own answers. README.md: real models and data.
+--reference_free drops Δ_reference. --label_smoothing makes it conservative DPO. --on_policy samples two answers to each
+prompt and lets --reward pick the better one.
 
-Shapes: B pairs of a micro-batch; N answers of the step, P prompts if it samples them; T padded answer length.
+Without flags, the script teaches the built-in tiny model to add, from pairs of its own answers. README.md shows how to
+train real models on your own data, on one GPU or many.
+
+Shapes: B pairs in a micro-batch; N answers in a step (to P prompts, if sampled); T tokens per answer, padded.
 """
 from dataclasses import dataclass
 
@@ -23,143 +25,163 @@ from common import flag, sample, token_logprobs
 
 @dataclass
 class Config(common.RunConfig):
-    steps: int = flag(60, "updates")
-    pairs_per_step: int = flag(64, "pairs per update (paper: 64)")
-    max_completion_tokens: int = flag(1024, "answers are cut here, and then end without EOS")
-    on_policy: bool = flag(False, "sample two answers to each prompt of --data; --reward picks the better one")
-    max_new_tokens: int = flag(40, "sampled answers are cut here")
-    temperature: float = flag(1.0, "of sampling, and of every log-prob")
-    reward: str = flag("verifier", "judge of --on_policy and of the evaluation: verifier, FILE.py:FUNCTION or a model")
-    format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
-    eval_problems: str = flag("", "problems with answers, to measure greedy accuracy on; arithmetic brings its own")
-    beta: float = flag(0.1, "β: how far the policy may leave the reference (paper: 0.1)")
-    reference_free: bool = flag(False, "Δ_reference = 0: no reference model")
-    label_smoothing: float = flag(0.0, "s: share of pairs taken to be the wrong way round (cDPO)")
-    lr: float = flag(1e-5, "learning rate: 1e-6 for a real model (paper: 1e-6, with RMSprop; here AdamW)")
-    warmup_steps: int = flag(10, "updates of linear warm-up, the first at rate 0 (paper: 150)")
-    max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
-
-
-AT_ONCE = 1000  # preferences whose log-probs are worked out together
+    steps: int = flag(60, "training steps, one update each")
+    pairs_per_step: int = flag(64, "pairs per step (paper: 64)")
+    max_completion_tokens: int = flag(1024, "longer answers are cut off here, and then have no EOS")
+    on_policy: bool = flag(False, "sample two answers to each prompt of --data, and let --reward pick the better one")
+    max_new_tokens: int = flag(40, "sampled answers are cut off after this many tokens")
+    temperature: float = flag(1.0, "sampling temperature, which every log-prob uses as well")
+    reward: str = flag("verifier", "judge of sampled answers: verifier, FILE.py:FUNCTION called with (prompt, "
+                                   "completion, row), or the directory of a reward model")
+    format_reward: float = flag(0.0, "weight of the extra reward for the form <think>…</think><answer>…</answer>")
+    eval_problems: str = flag("", "problems with answers, for greedy accuracy; --data arithmetic brings its own")
+    beta: float = flag(0.1, "β: how strongly the reference holds the policy back (paper: 0.1)")
+    reference_free: bool = flag(False, "use no reference model: Δ_reference = 0")
+    label_smoothing: float = flag(0.0, "s: assumed share of pairs that are the wrong way round (cDPO)")
+    lr: float = flag(1e-5, "learning rate; 1e-6 suits a real model (paper: 1e-6, but with RMSprop)")
+    warmup_steps: int = flag(10, "optimizer steps of linear warm-up, the first with a learning rate of 0 (paper: 150)")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
 
 
 def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta: float, label_smoothing: float = 0.0):
-    """Sequence log-probs [B] each -> (losses [B], stats). Both refs None: reference-free.
+    """The loss of each of B pairs, from the log-probs [B] of whole answers. Returns (losses [B], stats).
 
-    −(1 − s)·log σ(h) − s·log σ(−h) with h = β(Δ_policy − Δ_reference) (eq. 7; s: Mitchell 2023, "cDPO").
+    −(1 − s)·log σ(h) − s·log σ(−h) with h = β(Δ_policy − Δ_reference): eq. 7, and for s > 0 conservative DPO (Mitchell
+    2023). If both refs are None, Δ_reference is 0.
     """
     h = beta * (chosen - rejected)
     if ref_chosen is not None:
         h = h - beta * (ref_chosen - ref_rejected).detach()
     losses = -(1 - label_smoothing) * F.logsigmoid(h) - label_smoothing * F.logsigmoid(-h)
-    stats = {"pair_accuracy": (h > 0).float().mean(), "margin": h.mean(),
-             "weight": (torch.sigmoid(-h) - label_smoothing).mean(),  # −∂loss/∂h
-             "chosen_logprobs": chosen.mean(), "rejected_logprobs": rejected.mean()}
+    stats = {
+        "pair_accuracy": (h > 0).float().mean(),
+        "margin": h.mean(),
+        "weight": (torch.sigmoid(-h) - label_smoothing).mean(),  # −∂loss/∂h
+        "chosen_logprobs": chosen.mean(),
+        "rejected_logprobs": rejected.mean()}
     return losses, {name: value.detach() for name, value in stats.items()}
 
 
 def sequence_logprobs(model, input_ids, attention_mask, T: int, temperature: float) -> torch.Tensor:
-    """log π(y|x) [rows]: the sum over the answer's tokens, EOS included."""
-    return token_logprobs(model, input_ids, attention_mask, T, temperature)[0].sum(dim=1)
+    """log π(y|x) of each row: the sum over its answer's tokens, EOS included."""
+    logprobs, _ = token_logprobs(model, input_ids, attention_mask, T, temperature)
+    return logprobs.sum(dim=1)
 
 
 def all_sequence_logprobs(model, batch, blocks, cfg: Config) -> torch.Tensor:
-    """log π(y|x) [N] of every row of the batch, the same on every rank, without gradient; 0 where the model is None."""
+    """log π(y|x) [N] of all answers in the batch, without gradient, on every rank; 0 if the model is None."""
     return common.rollout_logprobs(model, batch, [blocks], cfg.micro_batch_tokens, cfg.temperature).sum(dim=1)
 
 
-def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, device) -> dict[str, float]:
-    """Greedy accuracy on the problems; how often the implicit reward β(log π − log π_ref) orders a pair right."""
-    metrics = common.evaluate(policy, tokenizer, problems, score, cfg)
-    right = []
-    for start in range(0, len(preferences), AT_ONCE):  # as their reference log-probs: until it moves, exact ties
+AT_ONCE = 1000  # preferences to collate together: a whole file, padded, may not fit into memory
+
+
+def answer_logprobs(model, preferences, tokenizer, cfg: Config, device) -> list[torch.Tensor]:
+    """log π(y|x) [K] of the K answers of each preference, without gradient; 0 if the model is None."""
+    logprobs = []
+    for start in range(0, len(preferences), AT_ONCE):
         some = preferences[start:start + AT_ONCE]
-        batch, blocks, pairs = common.collate_preferences(some, tokenizer.pad_token_id, device)
-        rewards = all_sequence_logprobs(policy, batch, blocks, cfg) - reference_logprobs(some, device)  # [N]
-        better, worse = rewards[pairs].unbind(1)
-        right.append(torch.heaviside(better - worse, better.new_tensor(0.5)))  # tie: ½
-    if right:
-        metrics["eval_pair_accuracy"] = torch.cat(right).mean().item()
+        batch, blocks, _ = common.collate_preferences(some, tokenizer.pad_token_id, device)
+        logprobs += all_sequence_logprobs(model, batch, blocks, cfg).split([len(rows) for rows in blocks])
+    return logprobs
+
+
+def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, device) -> dict[str, float]:
+    """Greedy accuracy on the problems, and how often the implicit reward β·log(π/π_ref) orders a pair as it should."""
+    metrics = common.evaluate(policy, tokenizer, problems, score, cfg)
+    differences = []
+    for preference, logprobs in zip(preferences, answer_logprobs(policy, preferences, tokenizer, cfg, device)):
+        rewards = logprobs - preference.ref_logprobs  # [K]; β would not change their order
+        differences += [rewards[better] - rewards[worse] for better, worse in preference.pairs]
+    if differences:
+        differences = torch.stack(differences)
+        # A tie counts one half: before the first update, policy and reference agree, and all pairs tie.
+        right = torch.heaviside(differences, differences.new_tensor(0.5))
+        metrics["eval_pair_accuracy"] = right.mean().item()
     return metrics
-
-
-def reference_logprobs(preferences, device) -> torch.Tensor:
-    """log π_ref(y|x) [N] of all their answers, as `main` computed them before the first update."""
-    return torch.tensor([logprob for preference in preferences for logprob in preference.ref_logprobs], device=device)
 
 
 def main(cfg: Config) -> None:
     run = common.Run(cfg)
     score = common.load_reward(cfg)
-    eval_problems, eval_preferences = [], []
     if cfg.on_policy:
         items, eval_problems = common.read_train_and_eval(cfg)
+        eval_preferences = []
     else:
         items, eval_preferences = common.read_train_and_eval(cfg, common.read_preferences)
-    if held_out := cfg.eval_problems or (cfg.data if common.is_built_in(cfg.data) and not cfg.on_policy else ""):
-        eval_problems = common.read_problems(held_out, "eval", need_answer=cfg.reward == "verifier")
+        eval_problems = common.read_problems(cfg.data, "eval") if common.is_built_in(cfg.data) else []
+    if cfg.eval_problems:
+        eval_problems = common.read_problems(cfg.eval_problems, "eval", need_answer=cfg.reward == "verifier")
     policy, tokenizer = common.load_policy(cfg, run.device)
     reference = common.load_reference(cfg, run.device) if cfg.on_policy and not cfg.reference_free else None
     optimizer, schedule = common.make_optimizer(policy, cfg)
     eval_problems = common.encode_prompts(eval_problems, tokenizer, cfg, "--eval_problems",
-                                          common.SYSTEM_PROMPT if cfg.on_policy else "")  # as the training prompts
+                                          common.SYSTEM_PROMPT if cfg.on_policy else "")  # as in the training prompts
     eval_preferences = common.encode_preferences(eval_preferences, tokenizer, cfg, "--eval_data")
     if cfg.on_policy:
         items = common.encode_prompts(items, tokenizer, cfg, "--data")
     else:
         rankings = common.encode_preferences(items, tokenizer, cfg, "--data")
-        items = [pair for ranking in rankings for pair in ranking.split()]  # all the pairs of a ranking
+        items = [pair for ranking in rankings for pair in ranking.split()]
     data = common.Shuffled(items, cfg.seed)
 
-    # The reference is the policy before its first update. So its log-probs are computed here, once, and one model is
-    # all that stays in memory.
-    for preferences in ([] if cfg.on_policy else data.first(cfg.steps * cfg.pairs_per_step), eval_preferences):
-        for start in range(0, len(preferences), AT_ONCE):
-            some = preferences[start:start + AT_ONCE]
-            batch, blocks, _ = common.collate_preferences(some, tokenizer.pad_token_id, run.device)
-            logprobs = all_sequence_logprobs(None if cfg.reference_free else policy, batch, blocks, cfg).tolist()
-            for preference, rows in zip(some, blocks):
-                preference.ref_logprobs = [logprobs[row] for row in rows]
+    # The reference is the policy before its first update. So its log-probs of given answers are computed here, once,
+    # and no second model stays in memory. (Sampled answers do not exist yet, so --on_policy keeps the reference.)
+    if not cfg.on_policy:
+        for preferences in (data.first(cfg.steps * cfg.pairs_per_step), eval_preferences):
+            logprobs = answer_logprobs(None if cfg.reference_free else policy, preferences, tokenizer, cfg, run.device)
+            for preference, ref_logprobs in zip(preferences, logprobs):
+                preference.ref_logprobs = ref_logprobs
 
     run.start(data, policy=(policy, optimizer, schedule))
-    if run.next_step == 0:
+    if run.next_step == 0:  # step 0: evaluate before training
         run.end_step(0, evaluate(policy, tokenizer, eval_preferences, eval_problems, score, cfg, run.device))
 
     for step in run.steps():
         meter = common.Meter()
 
-        # 1. The step's pairs: the rows of each in the batch, chosen first.
+        # 1. The step's pairs, given or sampled, and their log-probs under the reference.
         drawn, metrics = data.next(cfg.pairs_per_step), {}
-        if cfg.on_policy:  # two samples for each prompt, the better one by its reward; a tie is no pair
-            batch = sample(policy, tokenizer, [problem.prompt_ids for problem in drawn], 2, cfg.max_new_tokens,
-                           cfg.temperature)
+        if cfg.on_policy:
+            batch = sample(policy, tokenizer, [problem.prompt_ids for problem in drawn], 2,
+                           cfg.max_new_tokens, cfg.temperature)
             rewards, correct = score(drawn, batch)  # [P, 2] each
-            best, untied = rewards.argmax(dim=1).tolist(), (rewards[:, 0] != rewards[:, 1]).nonzero()[:, 0].tolist()
-            blocks = [[2 * p + best[p], 2 * p + 1 - best[p]] for p in untied]
-            ref_logprobs = all_sequence_logprobs(reference, batch, blocks, cfg)  # [N]
-            metrics = {"reward": rewards.mean().item(), "accuracy": correct.float().mean().item(),
-                       "ties": len(drawn) - len(blocks), "sampled_tokens": int(batch.lengths.sum())}
+            pairs = []  # [chosen row, rejected row]; equal rewards make no pair
+            for p, (first, second) in enumerate(rewards.tolist()):
+                if first > second:
+                    pairs.append([2 * p, 2 * p + 1])
+                elif second > first:
+                    pairs.append([2 * p + 1, 2 * p])
+            ref_logprobs = all_sequence_logprobs(reference, batch, pairs, cfg)  # [N]
+            metrics = {
+                "reward": rewards.mean().item(),
+                "accuracy": correct.float().mean().item(),
+                "ties": len(drawn) - len(pairs),
+                "sampled_tokens": int(batch.lengths.sum())}
         else:
-            batch, blocks, _ = common.collate_preferences(drawn, tokenizer.pad_token_id, run.device)
-            ref_logprobs = reference_logprobs(drawn, run.device)  # [N]
+            batch, pairs, _ = common.collate_preferences(drawn, tokenizer.pad_token_id, run.device)
+            ref_logprobs = torch.cat([pair.ref_logprobs for pair in drawn])  # [N]
 
-        # 2. Update: every pair counts 1 / pairs of the step; micro-batches add up, nothing is averaged.
+        # 2. Update. Each pair weighs 1 / pairs of the step, so the gradients of micro-batches just add up.
         total_loss = torch.zeros((), device=run.device)
-        for rows, input_ids, attention_mask, T in common.micro_batches(batch, blocks, cfg.micro_batch_tokens):
+        for rows, input_ids, attention_mask, T in common.micro_batches(batch, pairs, cfg.micro_batch_tokens):
             logprobs = sequence_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [2B]
-            losses, stats = dpo_loss(logprobs[::2], logprobs[1::2], ref_logprobs[rows[::2]], ref_logprobs[rows[1::2]],
-                                     cfg.beta, cfg.label_smoothing)
-            count = len(losses) * (T > 0)  # T = 0: a rank without a pair keeps step with the others
-            loss = losses.mean() * count / len(blocks)
+            chosen, rejected = rows[::2], rows[1::2]  # a pair's rows are adjacent
+            losses, stats = dpo_loss(
+                logprobs[::2], logprobs[1::2],
+                ref_logprobs[chosen], ref_logprobs[rejected],
+                cfg.beta, cfg.label_smoothing)
+            count = len(losses) if T > 0 else 0  # T = 0: a rank without pairs of its own keeps step with the others
+            loss = losses.mean() * count / len(pairs)
             loss.backward()
             total_loss += loss.detach()
             meter.add(count, **stats)
-        if blocks:
+        if pairs:
             meter.add(1, **run.optimizer_step(policy, optimizer, schedule, total_loss))
 
         # 3. Log.
         metrics = {
-            "loss": 0.0, "grad_norm": 0.0, "lr": schedule.get_last_lr()[0],  # of a step where all pairs tie
+            "loss": 0.0, "grad_norm": 0.0, "lr": schedule.get_last_lr()[0],  # for a step of ties alone
             **metrics, **meter.means(), **run.timing(batch.attention_mask.sum())}
 
         # 4. Evaluate and save.

@@ -2,13 +2,14 @@
 
     advantage   (R − mean) / std  →  R − mean         group_advantages: no extra weight for easy and hard questions
     weight      1 / (N·|o_i|)     →  1 / (N·L_max)    token_weights: no discount for long wrong answers
-    KL          β·k3              →  none             dr_grpo_loss
+    KL          β·KL              →  none             dr_grpo_loss
 
-No critic: a completion is judged against the other completions of its prompt.
+There is no critic: a completion is judged against the other completions of its prompt.
 
-Without flags: the tiny model learns additions on a CPU, in about a minute. README.md: real models, data, many GPUs.
+Without flags, the script teaches the built-in tiny model to add, on a CPU, in about a minute. README.md shows how to
+train real models on your own data, on one GPU or many.
 
-Shapes: P prompts, G completions of each, N = P·G; T padded completion length; B rows of a micro-batch.
+Shapes: P prompts, G completions per prompt, N = P·G; T tokens per completion, padded; B rows in a micro-batch.
 """
 from dataclasses import dataclass
 
@@ -20,49 +21,50 @@ from common import flag, sample, token_logprobs
 
 @dataclass
 class Config(common.RunConfig):
-    steps: int = flag(60, "rollout batches")
+    steps: int = flag(60, "training steps, each on a new rollout batch")
     prompts_per_step: int = flag(16, "P: prompts per rollout batch (authors' script: 128, --minibatches 8)")
     group_size: int = flag(16, "G: completions per prompt (authors' script: 8)")
-    max_new_tokens: int = flag(40, "L_max: completions are cut here (authors' script: 3,000)")
-    temperature: float = flag(1.0, "of sampling, and of every log-prob")
+    max_new_tokens: int = flag(40, "L_max: completions are cut off after this many tokens (authors' script: 3,000)")
+    temperature: float = flag(1.0, "sampling temperature, which every log-prob uses as well")
     reward: str = flag("verifier", "verifier, FILE.py:FUNCTION called with (prompt, completion, row), or the directory "
                                    "of a reward model")
-    format_reward: float = flag(0.0, "weight of the reward for <think>…</think><answer>…</answer>")
-    minibatches: int = flag(1, "optimizer steps per pass over the rollout batch")
-    updates_per_batch: int = flag(1, "μ: passes over the rollout batch, each in the same minibatches (paper: 1)")
-    clip_eps: float = flag(0.2, "ε: the ratio is clipped to 1 ± ε; with one update a rollout, the default, nothing is")
-    lr: float = flag(1e-4, "learning rate: 1e-6 for a real model (paper: 1e-6)")
-    warmup_steps: int = flag(0, "updates of linear warm-up, the first at rate 0")
-    max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
+    format_reward: float = flag(0.0, "weight of the extra reward for the form <think>…</think><answer>…</answer>")
+    minibatches: int = flag(1, "minibatches per rollout batch; each is one optimizer step")
+    updates_per_batch: int = flag(1, "μ: passes over a rollout batch, always in the same minibatches (paper: 1)")
+    clip_eps: float = flag(0.2, "ε: ratios are clipped to 1 ± ε (with one update per rollout, the default, all are 1)")
+    lr: float = flag(1e-4, "learning rate; 1e-6 suits a real model (paper: 1e-6)")
+    warmup_steps: int = flag(0, "optimizer steps of linear warm-up, the first with a learning rate of 0")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
 
 
 def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """rewards [P, G] -> advantages [P, G], each completion against its group.
+    """Advantages [P, G] from rewards [P, G]: each completion is compared with its group.
 
-    Exactly 0 where all rewards of a group are equal, and for a group of one.
+    They are exactly 0 in a group whose rewards are all equal, and in a group of one.
     """
-    rewards = rewards - rewards[:, :1]  # equal rewards are 0 from here on, free of any rounding of their mean
-    advantages = rewards - rewards.mean(dim=1, keepdim=True)
-    return advantages
+    rewards = rewards - rewards[:, :1]  # equal rewards are exactly 0 from here on, whatever their mean would round to
+    mean = rewards.mean(dim=1, keepdim=True)
+    return rewards - mean
 
 
 def token_weights(mask: torch.Tensor, num_sequences: int, max_new_tokens: int) -> torch.Tensor:
-    """mask bool [N, T] -> [N, T], each token's weight in the loss; 0 outside the mask.
+    """Weights [N, T] of the tokens in the loss, from their mask (bool [N, T]); 0 outside the mask.
 
-    num_sequences counts the completions of the whole optimizer step: micro-batches and ranks add up to it.
+    num_sequences is the number of completions in the whole optimizer step, over all micro-batches and ranks.
     """
-    return mask / max_new_tokens / num_sequences  # 1 / (L_max·N); the paper has L_max in listing 1 alone
+    return mask / max_new_tokens / num_sequences  # 1 / (N·L_max), as in listing 1 of the paper
 
 
 def dr_grpo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):
-    """Σ_{i,t} w · −min(ρ Â, clip(ρ) Â). All [B, T] but advantages [B]. -> (loss, stats).
+    """GRPO's clipped objective without KL, as a loss: Σ_{i,t} w · −min(ρ Â, clip(ρ) Â). Returns (loss, stats).
 
-    Gradients flow into `logprobs` alone. Where the weight is 0 nothing else matters, NaN included.
+    All tensors are [B, T], except advantages [B]. Gradients flow into `logprobs` only. Where a weight is 0, the other
+    tensors may hold anything, even NaN.
     """
-    active = weights > 0
+    active = weights > 0  # `where` sets the rest to 0; multiplying NaN by a weight of 0 would not
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
     advantages = advantages.detach()[:, None].where(active, 0.0)
-    ratio = log_ratio.clamp(-20, 20).exp()
+    ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
     loss = -(weights * torch.min(unclipped, clipped)).sum()
@@ -80,13 +82,13 @@ def main(cfg: Config) -> None:
     data = common.Shuffled(common.encode_prompts(problems, tokenizer, cfg, "--data"), cfg.seed)
 
     run.start(data, policy=(policy, optimizer, schedule))
-    if run.next_step == 0:
+    if run.next_step == 0:  # step 0: evaluate before training
         run.end_step(0, common.evaluate(policy, tokenizer, eval_problems, score, cfg))
 
     for step in run.steps():
         meter = common.Meter()
 
-        # 1. Roll out: G completions of each of P prompts.
+        # 1. Roll out: G completions for each of P prompts.
         batch = data.next(cfg.prompts_per_step)
         rollout = sample(policy, tokenizer, [problem.prompt_ids for problem in batch], cfg.group_size,
                          cfg.max_new_tokens, cfg.temperature)
@@ -94,13 +96,14 @@ def main(cfg: Config) -> None:
         # 2. Score.
         rewards, correct = score(batch, rollout)  # [P, G] each
 
-        # 3. Advantages: each completion's reward against its group's.
+        # 3. Advantages: compare each completion with its group.
         advantages = group_advantages(rewards).flatten()  # [N]
         common.warn_without_signal(step, advantages)
 
-        # 4. Update: micro-batches add up to the gradient of the whole minibatch; nothing is averaged.
-        minibatches = torch.randperm(len(advantages)).tensor_split(cfg.minibatches)  # row numbers, shuffled
-        # The first minibatch is on-policy: its old log-probs are the new ones, which update 0 fills in (0 until then).
+        # 4. Update. Weights are relative to the whole minibatch, so the gradients of its micro-batches just add up.
+        minibatches = torch.randperm(len(advantages)).tensor_split(cfg.minibatches)  # shuffled row numbers
+        # At update 0 the policy is still the one that sampled: that update records its own log-probs as the old ones.
+        # Only the later minibatches need a forward pass for theirs.
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
 
@@ -114,7 +117,8 @@ def main(cfg: Config) -> None:
                     old_logprobs[rows, :T] = logprobs.detach()
                 loss, stats = dr_grpo_loss(
                     logprobs, old_logprobs[rows, :T],
-                    advantages[rows], weights[rows, :T], cfg.clip_eps)
+                    advantages[rows], weights[rows, :T],
+                    cfg.clip_eps)
                 loss.backward()
                 total_loss += loss.detach()
                 mask = rollout.mask[rows, :T]
@@ -123,7 +127,9 @@ def main(cfg: Config) -> None:
 
         # 5. Log.
         metrics = {
-            "reward": rewards.mean().item(), "accuracy": correct.float().mean().item(), **meter.means(),
+            "reward": rewards.mean().item(),
+            "accuracy": correct.float().mean().item(),
+            **meter.means(),
             "completion_length": rollout.lengths.float().mean().item(),
             "wrong_length": common.masked_mean(rollout.lengths, ~correct.flatten()).item(),
             "truncated_fraction": 1 - rollout.finished.float().mean().item(),

@@ -1,16 +1,16 @@
 """Reward model (Bradley–Terry; Christiano et al. 2017, arXiv:1706.03741; InstructGPT, arXiv:2203.02155):
 
-    minimize  −log σ(r(x, y⁺) − r(x, y⁻) − margin)                     mean over pairs               (InstructGPT eq. 1)
-    ranked    −1/(K(K−1)/2) Σ_{i<j} log σ(r(x, y_i) − r(x, y_j))       all pairs of K answers, each read once
-    centred   + c·(r(x, y⁺) + r(x, y⁻))²                               mean over pairs             (arXiv:2312.09244)
+    minimize  −log σ(r(x, y⁺) − r(x, y⁻) − margin)                 mean over pairs                   (InstructGPT eq. 1)
+    ranking   −1/(K(K−1)/2) Σ_{i<j} log σ(r(x, y_i) − r(x, y_j))   all pairs of K answers, each answer read once
+    centring  + c·(r(x, y⁺) + r(x, y⁻))²                           mean over pairs                   (arXiv:2312.09244)
 
-An update weighs all its pairs alike: a ranking that gives more of them counts for more (InstructGPT: rankings alike).
+r is a language model with a scalar head, read at the last token. All pairs of an update weigh the same, so a long
+ranking counts for more than a short one; InstructGPT gives every ranking the same weight.
 
-r is a language model with a scalar head, read at the last token. ppo.py takes the result by --reward DIRECTORY.
+Without flags, the script trains a reward model for additions, from answers that the verifier has ranked. README.md
+shows how to train real models on your own data, on one GPU or many. ppo.py takes the result as --reward DIRECTORY.
 
-Without flags: a reward model for additions, from pairs that the verifier judged. README.md: real models and data.
-
-Shapes: B pairs, or prompts with K answers each, best first, of a micro-batch; N answers of the step.
+Shapes: B pairs, or prompts with K answers each, in a micro-batch; N answers in a step.
 """
 from dataclasses import dataclass
 from typing import Literal
@@ -25,59 +25,72 @@ from common import flag
 
 @dataclass
 class Config(common.RunConfig):
-    steps: int = flag(1000, "updates")
-    pairs_per_step: int = flag(32, "rows per update: pairs, or rankings with all their pairs (InstructGPT: 64)")
-    max_completion_tokens: int = flag(1024, "answers are cut here, and then end without EOS")
-    center_coef: float = flag(0.01, "c: weight of (r⁺ + r⁻)², which holds scores near 0 (TRL advises 0.01)")
-    lr: float = flag(5e-4, "learning rate: 1e-5 for a real model (InstructGPT: 9e-6)")
+    steps: int = flag(1000, "training steps, one update each")
+    pairs_per_step: int = flag(32, "pairs per step, or rankings with all their pairs (InstructGPT: 64)")
+    max_completion_tokens: int = flag(1024, "longer answers are cut off here, and then have no EOS")
+    center_coef: float = flag(0.01, "c: weight of (r⁺ + r⁻)², which keeps scores near 0 (TRL advises 0.01)")
+    lr: float = flag(5e-4, "learning rate; 1e-5 suits a real model (InstructGPT: 9e-6)")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "after the warm-up (InstructGPT: cosine)")
-    warmup_steps: int = flag(10, "updates of linear warm-up, the first at rate 0")
-    max_grad_norm: float = flag(1.0, "gradients are scaled down to this norm")
+    warmup_steps: int = flag(10, "optimizer steps of linear warm-up, the first with a learning rate of 0")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     eval_every: int = flag(100, "steps between evaluations; there is one before the first step and one after the last")
 
 
 def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor | None = None):
-    """Scores [B], [B] -> (loss, stats): mean of −log σ(r⁺ − r⁻ − margin) (InstructGPT eq. 1; margin: Llama 2 eq. 2)."""
+    """Mean of −log σ(r⁺ − r⁻ − margin) over the pairs. Returns (loss, stats).
+
+    InstructGPT eq. 1, with the margin of Llama 2 eq. 2. Scores and margin are [B].
+    """
     difference = chosen - rejected
-    loss = -F.logsigmoid(difference - (0.0 if margin is None else margin)).mean()
+    loss = -F.logsigmoid(difference if margin is None else difference - margin).mean()
     return loss, {"pair_accuracy": (difference > 0).float().mean().detach(), "margin": difference.mean().detach()}
 
 
 def ranking_loss(rewards: torch.Tensor):
-    """Scores [B, K], best first -> (loss, stats): mean of −log σ(r_i − r_j) over all K(K−1)/2 pairs i < j of a row.
+    """Mean of −log σ(r_i − r_j) over all K(K−1)/2 pairs i < j of each row of scores [B, K]. Returns (loss, stats).
 
-    For rankings of one length and without ties. `main` has others too, and takes `preference_loss` of their pairs.
+    Answers stand best first, and do not tie. `main` also has rankings with ties, or of different lengths: it passes
+    their pairs to `preference_loss` instead.
     """
     better, worse = torch.triu_indices(rewards.shape[1], rewards.shape[1], offset=1, device=rewards.device)
     return preference_loss(rewards[:, better].flatten(), rewards[:, worse].flatten())
 
 
 def calibration_error(differences: torch.Tensor, bins: int = 10) -> float:
-    """Score differences [n] of (chosen − rejected) -> expected calibration error: does σ(Δ) = 0.8 mean 80% preferred?
+    """Expected calibration error of score differences Δ = r⁺ − r⁻ [n]: does σ(Δ) = 0.8 mean that 80% prefer y⁺?
 
-    Each pair is read in the direction the model prefers: confidence σ(|Δ|), right where Δ > 0, half right in a tie. The
-    mean gap between confidence and share right, over bins of confidence, weighted by their sizes.
+    The model prefers the answer with the higher score, with confidence σ(|Δ|). Pairs are put into bins by confidence;
+    the error is the mean gap between a bin's confidence and its share of right pairs, weighted by its size.
     """
-    confidence, right = torch.sigmoid(differences.abs()), torch.heaviside(differences, differences.new_tensor(0.5))
+    confidence = torch.sigmoid(differences.abs())  # 0.5 to 1
+    right = torch.heaviside(differences, differences.new_tensor(0.5))  # a tie is half right
     bin_of = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
-    gaps = [(confidence[bin_of == b].mean() - right[bin_of == b].mean()).abs() * (bin_of == b).float().mean()
-            for b in bin_of.unique()]
-    return float(sum(gaps))
+    error = 0.0
+    for b in bin_of.unique():
+        inside = bin_of == b
+        gap = (confidence[inside].mean() - right[inside].mean()).abs()
+        error += gap * inside.float().mean()
+    return float(error)
 
 
 def scale_fresh_head(model) -> None:
-    """Give a new scalar head (the checkpoint had none) the spread 1/√(H + 1): scores then start at size 1
-    (arXiv:2403.17031, on the reward head)."""
-    if not any("SequenceClassification" in name for name in model.config.architectures or ()):
-        spread = getattr(model.config, "initializer_range", 0.02)
+    """If the checkpoint had no scalar head, give the new one a std of 1/√(H + 1), with H the hidden size.
+
+    transformers drew it with `initializer_range`; with this std, scores start at size 1 (arXiv:2403.17031).
+    """
+    is_fresh = not any("SequenceClassification" in name for name in model.config.architectures or ())
+    if is_fresh:
+        std = getattr(model.config, "initializer_range", 0.02)
+        wanted_std = (model.config.get_text_config().hidden_size + 1) ** -0.5
         with torch.no_grad():
-            model.score.weight.mul_((model.config.get_text_config().hidden_size + 1) ** -0.5 / spread)
+            model.score.weight.mul_(wanted_std / std)
 
 
 def pad_unlike_eos(tokenizer) -> int:
-    """The pad id to save. transformers reads the score at the last token that is not padding: that must be the EOS.
+    """If the pad token is the EOS, choose another one. Returns its id.
 
-    Another special token, else the last of the vocabulary, which is rare: as pad token it is left out of decoded text.
+    transformers reads a score at the last token that is not padding, which has to be the EOS. Decoding leaves the pad
+    token out, so it becomes another special token or, without one, a rare token: the last of the vocabulary.
     """
     if tokenizer.pad_token_id == tokenizer.eos_token_id:
         special = sorted(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
@@ -87,14 +100,18 @@ def pad_unlike_eos(tokenizer) -> int:
 
 
 def evaluate(model, preferences, pad_id: int, cfg: Config, device) -> dict[str, float]:
-    """Accuracy, margin and calibration over all pairs of held-out rows."""
+    """Accuracy, margin and calibration over all pairs of the held-out rows."""
     if not preferences:
         return {}
     batch, blocks, pairs = common.collate_preferences(preferences, pad_id, device)
-    better, worse = common.all_scores(model, batch, blocks, cfg.micro_batch_tokens)[pairs].unbind(1)
+    scores = common.all_scores(model, batch, blocks, cfg.micro_batch_tokens)  # [N]
+    better, worse = scores[pairs].unbind(1)
     differences = better - worse
-    return {"eval_pair_accuracy": torch.heaviside(differences, differences.new_tensor(0.5)).mean().item(),  # tie: ½
-            "eval_margin": differences.mean().item(), "eval_calibration_error": calibration_error(differences)}
+    right = torch.heaviside(differences, differences.new_tensor(0.5))  # a tie is half right
+    return {
+        "eval_pair_accuracy": right.mean().item(),
+        "eval_margin": differences.mean().item(),
+        "eval_calibration_error": calibration_error(differences)}
 
 
 def main(cfg: Config) -> None:
@@ -102,32 +119,33 @@ def main(cfg: Config) -> None:
     preferences, eval_preferences = common.read_train_and_eval(cfg, common.read_preferences)
     model, tokenizer = common.load_policy(cfg, run.device, cls=AutoModelForSequenceClassification, num_labels=1)
     scale_fresh_head(model)
-    optimizer, schedule = common.make_optimizer(model, cfg, betas=(0.9, 0.95))  # InstructGPT's
+    optimizer, schedule = common.make_optimizer(model, cfg, betas=(0.9, 0.95))  # as in InstructGPT
     eval_preferences = common.encode_preferences(eval_preferences, tokenizer, cfg, "--eval_data")
     data = common.Shuffled(common.encode_preferences(preferences, tokenizer, cfg, "--data"), cfg.seed)
     pad_id = tokenizer.pad_token_id
 
     run.start(data, model=(model, optimizer, schedule))
-    if run.next_step == 0:
+    if run.next_step == 0:  # step 0: evaluate before training
         run.end_step(0, evaluate(model, eval_preferences, pad_id, cfg, run.device))
 
     for step in run.steps():
         meter = common.Meter()
 
-        # 1. The step's answers, one sequence each, and its pairs: all those of a ranking, in one update.
+        # 1. The step's answers, a row each, and their pairs; blocks are the rows that answer one prompt.
         drawn = data.next(cfg.pairs_per_step)
-        batch, blocks, pairs = common.collate_preferences(drawn, pad_id, run.device)  # blocks: the rows of one prompt
-        better, worse = pairs.unbind(1)  # rows
+        batch, blocks, pairs = common.collate_preferences(drawn, pad_id, run.device)
+        better, worse = pairs.unbind(1)  # row numbers
         margins = torch.tensor([preference.margin for preference in drawn for _ in preference.pairs], device=run.device)
 
-        # 2. Update: each micro-batch counts by its share of the step's pairs; nothing is averaged.
+        # 2. Update. Each pair weighs 1 / pairs of the step, so the gradients of micro-batches just add up.
         total_loss = torch.zeros((), device=run.device)
         for rows, input_ids, attention_mask, T in common.micro_batches(batch, blocks, cfg.micro_batch_tokens):
-            scores = torch.zeros(len(batch.mask), device=run.device).index_put(  # [N], 0 outside the micro-batch
-                (rows,), common.sequence_scores(model, input_ids, attention_mask))
-            here = torch.isin(better, rows)  # both answers of a pair are in it, or neither
-            loss, stats = preference_loss(scores[better[here]], scores[worse[here]], margins[here])
-            loss = loss + cfg.center_coef * (scores[better[here]] + scores[worse[here]]).square().mean()
+            scores = torch.zeros(len(batch.mask), device=run.device)  # [N], 0 outside the micro-batch
+            scores[rows] = common.sequence_scores(model, input_ids, attention_mask)
+            here = torch.isin(better, rows)  # the micro-batch's pairs: it has both answers of a pair, or neither
+            chosen, rejected = better[here], worse[here]
+            loss, stats = preference_loss(scores[chosen], scores[rejected], margins[here])
+            loss = loss + cfg.center_coef * (scores[chosen] + scores[rejected]).square().mean()
             count = here.sum() * (T > 0)  # T = 0: a rank without rows of its own keeps step with the others
             loss = loss * count / len(pairs)
             loss.backward()
@@ -143,8 +161,8 @@ def main(cfg: Config) -> None:
             metrics |= evaluate(model, eval_preferences, pad_id, cfg, run.device)
         run.end_step(step, metrics)
 
-    # A Bradley–Terry score has no zero of its own. Put it at the mean chosen answer: the head has no bias, so
-    # model/config.json keeps the shift, and --reward subtracts it.
+    # Differences of scores mean something, their zero does not: put it at the mean chosen answer. The head has no bias
+    # to hold that shift, so model/config.json keeps it, and --reward subtracts it.
     batch, blocks, _ = common.collate_preferences(data.items[:2000], pad_id, run.device)
     scores = common.all_scores(model, batch, blocks, cfg.micro_batch_tokens)
     model.config.reward_shift = scores[[rows[0] for rows in blocks]].mean().item()
