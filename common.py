@@ -826,7 +826,7 @@ class Preference:
     answer_ids: list[list[int]]   # each ends with EOS, unless it was cut
     scores: list[float]           # falling; equal ones are a tie and make no pair
     margin: float = 0.0           # optional `margin` of a row: how much better the better answer is
-    ref_logprobs: tuple = ()      # of each answer under the reference, once dpo.py has computed them
+    ref_logprobs: torch.Tensor | None = None  # [K] of the answers under the reference, once dpo.py has computed them
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
