@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -113,7 +114,7 @@ def test_bad_rows(fails, tmp_path, content, message):
     (["--max_new_tokens", 5000], "--max_new_tokens 5000: the context of"),
     (["--output_dir", "/proc/nowhere"], "--output_dir /proc/nowhere"), (["--output_dir", "a" * 300], "name too long"),
     (["--output_dir", f"{ROOT}/README.md"], "is a file"), (["--output_dir", f"{ROOT}/README.md/x"], "--output_dir"),
-    (["--resume"], "--resume: no checkpoint in"), (["--resume", "--overwrite"], "cannot be combined"),
+    (["--resume"], "--resume: no checkpoint in"),
     (["--log_to", "wandb"], "pip install wandb"), (["--log_to", "paper"], "--log_to"),
     (["nowhere.yaml"], "nowhere.yaml: "),
     (["--data=nowhere.json"], ": nowhere.json: No such file"),
@@ -320,8 +321,7 @@ def test_killed_at_random_and_resumed_the_end_is_bit_equal(script, whole_run, jo
     assert_same_outcome(whole_run(script), job / script)
 
 
-@pytest.mark.parametrize("number, code, heard", [
-    (signal.SIGINT, 130, False), (signal.SIGTERM, 143, True), (signal.SIGHUP, 129, False)])
+@pytest.mark.parametrize("number, code, heard", [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, True)])
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, code, heard, small, whole_run, tmp_path):
     """Also where nobody reads what it says: Ctrl-C in `python grpo.py 2>&1 | tee log` ends the tee first."""
     out, errors = tmp_path / "stopped", tmp_path / "stderr"
@@ -389,28 +389,10 @@ def test_a_run_made_longer_has_the_rates_of_its_new_length(schedule, rates, tmp_
     assert [metrics["lr"] for metrics in read_metrics(tmp_path)[1:]] == pytest.approx([rate * 1e-4 for rate in rates])
 
 
-def test_a_run_that_still_goes_on_is_left_alone(small, whole_run, tmp_path):
-    """A process that was told to stop first finishes its step: --resume or --overwrite must not write beside it."""
-    out, command = tmp_path / "run", [*small("dpo"), "--output_dir", tmp_path / "run"]
-    shutil.copytree(whole_run("dpo"), out)
-    before = (out / "metrics.jsonl").read_bytes()
-    lock = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB); print()"
-    going_on = subprocess.Popen([sys.executable, "-c", f"{lock}; input()", out / ".lock"],
-                                stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # as that process holds it
-    going_on.stdout.readline()
-    for flag in ("--resume", "--overwrite"):
-        done = run_script(*command, flag)
-        assert done.returncode == 2 and "another process is still at work on its run" in done.stderr, done.stderr
-        assert (out / "metrics.jsonl").read_bytes() == before and list(out.glob("checkpoint/step-*"))
-    going_on.communicate(b"\n")
-    assert run_script(*command, "--resume").returncode == 0
-    subprocess.run([sys.executable, "-c", lock, out / ".lock"], check=True)  # free again
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_non_finite_update_is_skipped_counted_and_ends_the_run(bad, capsys):
+def test_a_non_finite_update_is_skipped_and_counted(bad, capsys):
     import grpo
-    cfg = grpo.Config(max_bad_steps=3, lr=0.1)
+    cfg = grpo.Config(lr=0.1)
     model, critic = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     before = model.weight.detach().clone()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -438,11 +420,6 @@ def test_a_non_finite_update_is_skipped_counted_and_ends_the_run(bad, capsys):
     critic(torch.ones(1, 2)).sum().backward()
     run.optimizer_step(critic, torch.optim.AdamW(critic.parameters()), schedule, torch.tensor(bad))
     assert run.bad_steps == {"policy": 1, "value": 1}  # and bad ones are not added up
-    step(1.0)
-    with pytest.raises(common.TrainingFailed, match="3 updates in a row"):
-        for _ in range(3):
-            step(bad)
-    assert run.saved
 
 
 def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp_path, monkeypatch):
@@ -458,7 +435,7 @@ def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp
         torch.nn.init.ones_(model.weight)
         run = common.Run(dapo.Config(output_dir=str(tmp_path / "run"), lr=0.1, lr_schedule="constant", **flags))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
-        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        schedule = transformers.get_constant_schedule(optimizer)
         run.start(common.Shuffled([1, 2], 0), policy=(model, optimizer, schedule))
         return run, model, optimizer, schedule
 
@@ -482,7 +459,7 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
         model = torch.nn.ModuleDict({"read": torch.nn.Linear(2, 1), "idle": torch.nn.Linear(2, 1)})
         run = common.Run(grpo.Config(output_dir=str(tmp_path / "run"), resume=resume))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        schedule = transformers.get_constant_schedule(optimizer)
         run.start(common.Shuffled([1, 2], 0), policy=(model, optimizer, schedule))
 
         def step(x):
@@ -507,19 +484,16 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     """The write fails half-way: the checkpoint that was there is still there, and the message says so."""
     directory = tmp_path / "run"
     run = FakeRun(None)
-    run.directory, run.trained, run.next_step = directory, {}, 0
-    run.data = common.Shuffled([1], 0)
-    common.Run.save_checkpoint(run)
+    run.directory, run.next_step, run.extra, run.data = directory, 0, {}, common.Shuffled([1], 0)
+    run.save_checkpoint()
     assert [path.name for path in run.checkpoints()] == ["step-000000"]
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(torch, "save", full)
-    common.Run.save_checkpoint(run)  # it is there already, and must not make way for another of the same step
     run.next_step = 1
-    monkeypatch.setattr(common.dcp, "save", lambda *a, **k: None)
     with pytest.raises(common.TrainingFailed, match="No space left on device.*step-000000 is intact"):
-        common.Run.save_checkpoint(run)
+        run.save_checkpoint()
     assert [path.name for path in run.checkpoints()] == ["step-000000"]
 
     def no_room(folder):
@@ -557,7 +531,7 @@ def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp
     message, = [line for line in done.stderr.replace("\r", "\n").splitlines() if "error" in line]
     assert done.returncode == 1 and message.startswith("grpo.py: error: out of GPU memory ")
     assert advice in message and "checkpoint is intact" in message
-    assert list((tmp_path / "run" / "checkpoint").glob("step-*/state.pt"))
+    assert list((tmp_path / "run" / "checkpoint").glob("step-*/.metadata"))
 
 
 # ---------------------------------------------------------------------------------------------- several processes
