@@ -1723,14 +1723,12 @@ def load_reward(cfg, wrong: float = 0.0):
             seed = int(torch.randint(2 ** 31, ()))
             try:
                 for i in my_share(len(rows)):
-                    if function:  # it may draw random numbers: each row gets the same ones on any rank
-                        random.seed(seed + i)
-                        np.random.seed(seed + i)
-                        torch.default_generator.manual_seed(seed + i)
+                    if function:  # it may draw random numbers: the same ones for a row on any rank
+                        transformers.set_seed(seed + i)
                     judged.append(judge(rows[i], rollout.completions[i], scores[i]))
             except UserError as error:
                 errors.append(error)
-        for error in gather_in_order(errors):  # raised on every rank, since one alone would leave the others waiting
+        for error in gather_in_order(errors):  # on every rank: raised on one alone, it would leave the others waiting
             raise error
         rewards, correct = zip(*gather_in_order(judged))
         device = rollout.mask.device
