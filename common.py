@@ -1743,8 +1743,8 @@ def is_reward_model(reward: str) -> bool:
 def load_reward_model(cfg):
     """--reward DIRECTORY -> scores(problems [N], rollout) [N], less the `reward_shift` in the model's config.
 
-    If its vocabulary is the policy's, the model reads the sampled tokens themselves. Otherwise it reads the text again,
-    with its own tokenizer and chat template.
+    A model with the policy's vocabulary scores the very tokens that were sampled. Any other one scores the decoded
+    text, through its own tokenizer and chat template.
     """
     try:
         own = load_tokenizer(cfg.reward, cfg.trust_remote_code)
@@ -1758,6 +1758,9 @@ def load_reward_model(cfg):
 
     def scores(problems: list[Problem], rollout: Rollout) -> torch.Tensor:
         batch = rollout if same_tokens else retokenize(problems, rollout, own, cfg.system_prompt)
+        longest, context = int(batch.attention_mask.sum(1).max()), context_length(model)
+        if longest > context:
+            raise UserError(f"--reward {cfg.reward}: its context is {context} tokens, a sequence has {longest}")
         rewards = all_scores(model, batch, range(len(problems)), cfg.micro_batch_tokens)
         return rewards - getattr(model.config, "reward_shift", 0.0)
     return scores
@@ -1777,7 +1780,7 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
 
 
 def load_reward_function(spec: str):
-    """FILE.py:FUNCTION -> function(problem, completion) -> float. Where it fails, UserError names the row."""
+    """FILE.py:FUNCTION -> function(problem, completion) -> float. If it fails, a UserError shows the row and why."""
     path, _, name = spec.rpartition(":")
     if not os.path.isfile(path):
         raise UserError(f"--reward {spec}: no file {path or spec}; want verifier, FILE.py:FUNCTION or a reward model's "

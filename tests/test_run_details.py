@@ -1,4 +1,4 @@
-"""A run's directory, its logs and checkpoints, one promise at a time; test_runs.py has the whole runs."""
+"""`Run` one method at a time: output directory, logs, checkpoints. test_runs.py runs whole scripts."""
 import json
 import random
 import signal
@@ -17,7 +17,7 @@ from helpers import FakeRun
 
 
 def begin(tmp_path, monkeypatch, **flags):
-    """A run of grpo.py that has started, with a model of two weights and a rate that halves: (run, model, …)."""
+    """Start a run with a model of two weights and a learning rate that halves -> (run, model, optimizer, schedule)."""
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
     model = torch.nn.Linear(2, 1)
     run = common.Run(grpo.Config(**{"output_dir": str(tmp_path / "run"), "lr": 0.1, **flags}))
@@ -30,7 +30,7 @@ def begin(tmp_path, monkeypatch, **flags):
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    run.bar.close()  # it would be drawn when Python ends
+    run.bar.close()  # else it is drawn when Python exits
     return run, model, optimizer, schedule
 
 
@@ -38,11 +38,6 @@ def test_the_default_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
     monkeypatch.chdir(tmp_path)
     assert common.Run(grpo.Config()).directory == Path("runs/grpo")
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "checkpoint", "model", "tensorboard", "config.json"])
-def test_what_a_run_writes(name):
-    assert name in common.Run.WRITES
 
 
 def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path, monkeypatch):
@@ -67,8 +62,8 @@ def test_overwrite_spares_the_reward_model_in_use(tmp_path, monkeypatch):
 
 def test_what_may_change_with_resume_and_what_not(tmp_path, monkeypatch):
     begin(tmp_path, monkeypatch)
-    begin(tmp_path, monkeypatch, resume=True, micro_batch_tokens=100, gradient_checkpointing=True, eval_samples=4, eval_every=3,
-          save_every=7, steps=900, max_bad_steps=9)
+    begin(tmp_path, monkeypatch, resume=True, micro_batch_tokens=100, gradient_checkpointing=True, eval_samples=4,
+          eval_every=3, save_every=7, steps=900, max_bad_steps=9)
     for name, value in {"seed": 1, "lr": 0.2, "data": "arithmetic:3", "temperature": 0.5, "freeze_layers": 0.5}.items():
         with pytest.raises(common.UserError, match=f"--{name} was"):
             begin(tmp_path, monkeypatch, resume=True, **{name: value})
@@ -83,7 +78,7 @@ def test_the_seed_is_that_of_all_random_numbers(tmp_path, monkeypatch):
 
 
 def test_a_signal_saves(tmp_path, monkeypatch):
-    """What was done is not done again: --save_every may be far off."""
+    """It does not wait for --save_every: the steps since the last checkpoint would be lost."""
     run = begin(tmp_path, monkeypatch)[0]
     run.stop_signal = signal.SIGTERM
     with pytest.raises(SystemExit) as stopped:
@@ -127,7 +122,7 @@ def test_all_the_state_comes_back(tmp_path, monkeypatch):
 
 
 def test_too_many_bad_updates_in_a_row_end_the_run_saved(tmp_path, monkeypatch):
-    """After the step in which the limit is reached; --resume goes on with the next one, and counts from 0 again."""
+    """The run ends after the step in which the limit is reached. --resume continues and counts from 0 again."""
     run, model, optimizer, schedule = begin(tmp_path, monkeypatch, max_bad_steps=2)
 
     def do(step, factor):
@@ -166,7 +161,8 @@ def test_what_a_killed_save_left_is_not_in_the_next(tmp_path, monkeypatch):
     (tmp_path / "run" / "checkpoint" / "step-old").mkdir()
     run.next_step = 1
     run.save_checkpoint()
-    assert [p.name for p in run.checkpoints()] == ["step-000001"] and not list((tmp_path / "run").glob("checkpoint/*/stale"))
+    assert [p.name for p in run.checkpoints()] == ["step-000001"]
+    assert not list((tmp_path / "run").glob("checkpoint/*/stale"))
 
 
 def test_lines_of_steps_to_be_done_again_are_dropped(tmp_path):
@@ -175,11 +171,12 @@ def test_lines_of_steps_to_be_done_again_are_dropped(tmp_path):
     for name in ("metrics.jsonl", "samples.jsonl"):
         (tmp_path / name).write_text('{"step": 1}\n{"step": 1}\n{"step": 2}\n{"ste')
     run.drop_later_lines()
-    assert all((tmp_path / name).read_text() == '{"step": 1}\n{"step": 1}\n' for name in ("metrics.jsonl", "samples.jsonl"))
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (tmp_path / name).read_text() == '{"step": 1}\n{"step": 1}\n'
 
 
 def test_a_gradient_is_clipped_by_hand():
-    """Gradient 3, 4: the norm 5 is reported, that of the step is 0.5."""
+    """The gradient is (3, 4): its norm 5 is reported, and it is scaled to norm 0.5."""
     model = torch.nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)

@@ -1,4 +1,4 @@
-"""What a run promises around its loop: clear errors, exact resumption, the same numbers on any number of processes."""
+"""Whole runs: clear errors, exact resumption, the same numbers on any number of processes."""
 import importlib
 import json
 import os
@@ -21,7 +21,7 @@ import common
 from helpers import ROOT, FakeRun, beside, few_problems, fork_script, random_model, read_metrics, run_script
 
 SCRIPTS = ["grpo", "dapo", "dr_grpo", "ppo", "dpo", "dpo --on_policy", "reward_model"]
-# groups large enough for one process to read their prefixes once, few completions the same
+# Groups so large that one process reads their prefixes once, with completions that mostly differ.
 LARGE_GROUPS = "grpo --prompts_per_step 8 --group_size 32 --max_new_tokens 12 --temperature 3"
 
 
@@ -60,7 +60,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture
 def fails(tmp_path, monkeypatch, capsys):
-    """fails(flags) -> the one line on stderr, having checked that the exit code is 2 and that nothing was written."""
+    """fails(flags) -> the line on stderr. Checks that it is the only one, the exit code 2, and nothing written."""
     def run(*flags, script="grpo"):
         module = importlib.import_module(script)
         for optional in ("datasets", "wandb"):
@@ -84,9 +84,11 @@ GOOD_ROW = '{"prompt": "1+1=?", "answer": "2"}\n'
 
 
 @pytest.mark.parametrize("content, message", [
-    ("", "no rows"), (GOOD_ROW + '{"prompt": "1+', "line 2: not JSON"), (GOOD_ROW + '{"prompt": "1+1=?"}', "line 2: no answer"),
+    ("", "no rows"), (GOOD_ROW + '{"prompt": "1+', "line 2: not JSON"),
+    (GOOD_ROW + '{"prompt": "1+1=?"}', "line 2: no answer"),
     (GOOD_ROW + '{"prompt": 5, "answer": "2"}', "line 2: want a prompt"),
-    (GOOD_ROW + '{"prompt": "1+1=?", "answer": {}}', "line 2: the answer must be"), ("[]", "line 1: want a JSON object")])
+    (GOOD_ROW + '{"prompt": "1+1=?", "answer": {}}', "line 2: the answer must be"),
+    ("[]", "line 1: want a JSON object")])
 def test_bad_rows(fails, tmp_path, content, message):
     path = write(tmp_path / "rows.jsonl", content)
     for name in ("--data", "--eval_data"):
@@ -99,7 +101,8 @@ def test_bad_rows(fails, tmp_path, content, message):
     (["--data", "arithmetic:x"], "arithmetic:DIGITS"),
     (["--data", "someone/dataset"], "pip install datasets"),
     (["--max_prompt_tokens", 2], "no rows left"),
-    (["--model", "nowhere/at-all"], "--model nowhere/at-all"), (["--model", "./nowhere"], "./nowhere: no such directory"),
+    (["--model", "nowhere/at-all"], "--model nowhere/at-all"),
+    (["--model", "./nowhere"], "./nowhere: no such directory"),
     (["--model", "runs/grpo/modle"], "runs/grpo/modle: no such directory"),
     (["--group_size", 1], "--group_size 1: must be at least 2"),
     (["--steps", 0], "--steps 0: must be at least 1"), (["--prompts_per_step", -3], "--prompts_per_step -3"),
@@ -128,7 +131,7 @@ def test_bad_clip_of_dapo(fails):
 
 
 def test_an_overlong_buffer_longer_than_the_completions(fails):
-    """The paper's 4,096 with a shorter limit: an empty completion would be punished already. (The default is let be.)"""
+    """With it even an empty completion would be punished. The default of 8 is accepted with any --max_new_tokens."""
     assert "--overlong_buffer 100: more than --max_new_tokens 40" in fails("--overlong_buffer", 100, script="dapo")
     import dapo
     assert common.parse_config(dapo.Config, ["--max_new_tokens", "6"]).overlong_buffer == 8
@@ -157,15 +160,15 @@ def test_a_reward_function_that_fails_names_the_row(tmp_path, body, message):
 
 def test_a_reward_function_can_not_change_the_row_for_later_calls(tmp_path):
     path = write(tmp_path / "reward.py", "def f(prompt, completion, row):\n"
-                 "    row['extra'].append(completion)\n    return len(row['extra']) + (row.pop('answer') == completion)\n")
+                 "    row['extra'].append(completion)\n"
+                 "    return len(row['extra']) + (row.pop('answer') == completion)\n")
     judge = common.load_reward_function(f"{path}:f")
     problem = common.Problem("1+1=?", [], "2", {"answer": "2", "extra": []})
     assert [judge(problem, "2"), judge(problem, "2")] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("name", ["rewards", "json"])  # the second is that of a module
+@pytest.mark.parametrize("name", ["rewards", "json"])  # "json" is also a module of Python
 def test_a_reward_file_is_a_module_whose_parts_can_be_pickled(name, tmp_path):
-    """As multiprocessing does."""
     path = write(tmp_path / f"{name}.py", "import pickle\nclass Own:\n    pass\n"
                  "def f(prompt, completion, row): return type(pickle.loads(pickle.dumps(Own()))) is Own\n")
     assert common.load_reward_function(f"{path}:f")(common.Problem("1+1=?", [], "2", {}), "") == 1.0
@@ -173,8 +176,8 @@ def test_a_reward_file_is_a_module_whose_parts_can_be_pickled(name, tmp_path):
 
 
 def test_a_process_that_a_reward_function_forks_can_be_ended(tmp_path):
-    """`terminate` is how a time limit is kept: that signal is not the run's. Ctrl-C goes to all processes of a terminal:
-    the run finishes its step, so what its reward needs must go on."""
+    """`terminate` must end it, for that is how a time limit is kept. Ctrl-C, which reaches all processes of a terminal,
+    must not: the run finishes its step, and still needs the reward."""
     path = write(tmp_path / "reward.py", """
 import multiprocessing, os, signal, time
 def child(ready):
@@ -218,7 +221,7 @@ def test_a_directory_that_is_no_model(fails, tmp_path):
     tokenizer.save_pretrained(tmp_path / "no_weights")
     model.config.save_pretrained(tmp_path / "no_weights")
     assert "no_weights" in fails("--model", tmp_path / "no_weights")
-    model.save_pretrained(tmp_path / "no_weights")  # two layers, where the config has three: the third would be random
+    model.save_pretrained(tmp_path / "no_weights")  # two of the three layers that its config has
     random_model("Qwen2", num_hidden_layers=3)[0].config.save_pretrained(tmp_path / "no_weights")
     assert "no weights for model.layers.2." in fails("--model", tmp_path / "no_weights")
     weights = tmp_path / "no_weights" / "model.safetensors"
@@ -258,7 +261,7 @@ TIMING = {"seconds", "tokens_per_second", "peak_memory_mb"}
 
 
 def outcome(directory):
-    """(metrics without timings, final weights): what must be bit-equal."""
+    """What must be bit-equal: (metrics without timings, final weights)."""
     metrics = [{k: v for k, v in m.items() if k not in TIMING} for m in read_metrics(directory)]
     return metrics, load_file(directory / "model" / "model.safetensors")
 
@@ -271,12 +274,12 @@ def assert_same_outcome(one, other):
 
 
 def wait_for(condition, process, said, seconds=120):
-    """Where the process ends first, or takes too long, fail with what it said."""
+    """Wait until the condition holds. If the process ends first, or it takes too long, fail with what was said."""
     alive = getattr(process, "is_alive", None) or (lambda: process.poll() is None)
     end = time.time() + seconds
     while not condition():
         if not alive() or time.time() > end:
-            process.kill()  # to read its stderr would be to wait for it
+            process.kill()  # `said` reads its stderr to the end
             pytest.fail(said())
         time.sleep(0.01)
 
@@ -296,7 +299,7 @@ def whole_run(tmp_path_factory, small):
 
 
 def kill_and_resume(folder, scripts):
-    """kill -9 somewhere in each script's run, and resume; grpo.py twice -> the runs' folder."""
+    """Kill each script's run (grpo.py's twice) at a random moment and resume it -> the folder of the runs."""
     small = small_runs(folder)
     for script in scripts:
         out, errors, draw = folder / script, folder / "stderr", random.Random(script)
@@ -317,17 +320,16 @@ def kill_and_resume(folder, scripts):
 @beside(kill_and_resume)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_killed_at_random_and_resumed_the_end_is_bit_equal(script, whole_run, job):
-    """Each step stands in the log once."""
     assert_same_outcome(whole_run(script), job / script)
 
 
 @pytest.mark.parametrize("number, code, heard", [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, True)])
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, code, heard, small, whole_run, tmp_path):
-    """Also where nobody reads what it says: Ctrl-C in `python grpo.py 2>&1 | tee log` ends the tee first."""
+    """Also when nobody reads its stderr any more: in `python grpo.py 2>&1 | tee log`, Ctrl-C ends tee first."""
     out, errors = tmp_path / "stopped", tmp_path / "stderr"
     command = [*small("grpo"), "--save_every", 100, "--output_dir", out]
     os.mkfifo(errors)
-    descriptor = os.open(errors, os.O_RDONLY | os.O_NONBLOCK)  # else it would wait for the writer
+    descriptor = os.open(errors, os.O_RDONLY | os.O_NONBLOCK)  # else `open` waits for a writer
     os.set_blocking(descriptor, True)
     reader = open(descriptor)
     process = fork_script(errors, *command)
@@ -336,7 +338,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, code, he
         reader.close()
     os.kill(process.pid, number)
     process.join(timeout=120)
-    process.kill()  # if it does not stop
+    process.kill()  # in case it did not stop
     assert process.exitcode == code and (not heard or "--resume" in reader.read())
     reader.close()
     assert len(list(out.glob("checkpoint/step-*"))) == 1 and len(read_metrics(out)) < 4
@@ -357,10 +359,10 @@ def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
     other = run_script("dr_grpo.py", "--steps", 2, *flags, "--resume")
     assert other.returncode == 2 and "of grpo.py, not of dr_grpo.py" in other.stderr
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common.Run, "check_directory", lambda run: None)  # as if both had begun at once
+        patch.setattr(common.Run, "check_directory", lambda run: None)  # as if both had started at once
         at_once = run_script("grpo.py", "--steps", 1, *flags)
     assert at_once.returncode == 2 and "File exists" in at_once.stderr and (out / "metrics.jsonl").read_text() == before
-    shutil.rmtree(out / "model")  # as if it had been killed before it wrote that
+    shutil.rmtree(out / "model")  # as if killed just before writing it
     finished = run_script("grpo.py", "--steps", 1, *flags, "--resume")
     assert finished.returncode == 0 and (out / "model" / "model.safetensors").exists(), finished.stderr
     assert (out / "metrics.jsonl").read_text() == before
@@ -381,7 +383,7 @@ def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
 
 @pytest.mark.parametrize("schedule, rates", [("linear", [4, 2, 2, 1]), ("constant", [4, 4, 4, 4])])
 def test_a_run_made_longer_has_the_rates_of_its_new_length(schedule, rates, tmp_path):
-    """Linear over two steps: 4e-4, 2e-4, and 0 would be next. Over four: 4e-4, 3e-4, 2e-4, 1e-4."""
+    """Linear over two steps: 4e-4, 2e-4. Over four: 4e-4, 3e-4, 2e-4, 1e-4."""
     flags = ["--prompts_per_step", 2, "--group_size", 2, "--max_new_tokens", 4, "--lr", 4e-4, "--lr_schedule", schedule,
              "--output_dir", tmp_path, "--eval_data", few_problems(tmp_path)]
     for more in ["--steps", 2], ["--steps", 4, "--resume"]:
@@ -412,21 +414,19 @@ def test_a_non_finite_update_is_skipped_and_counted(bad, capsys):
     assert run.bad_steps["policy"] == 0 and not torch.equal(model.weight, before)
     before = model.weight.detach().clone()
     model(torch.ones(1, 2)).sum().backward()
-    run.optimizer_step(model, optimizer, schedule, torch.tensor(bad))  # the loss alone
+    run.optimizer_step(model, optimizer, schedule, torch.tensor(bad))  # only the loss is non-finite
     assert torch.equal(model.weight, before) and run.bad_steps["policy"] == 1
     critic(torch.ones(1, 2)).sum().backward()
     run.optimizer_step(critic, torch.optim.AdamW(critic.parameters()), schedule, torch.tensor(0.0))
-    assert run.bad_steps["policy"] == 1  # a good update of one model does not excuse the other
+    assert run.bad_steps["policy"] == 1  # the critic's good update leaves the policy's count alone
     critic(torch.ones(1, 2)).sum().backward()
     run.optimizer_step(critic, torch.optim.AdamW(critic.parameters()), schedule, torch.tensor(bad))
-    assert run.bad_steps == {"policy": 1, "value": 1}  # and bad ones are not added up
+    assert run.bad_steps == {"policy": 1, "value": 1}  # each model has its own count
 
 
 def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp_path, monkeypatch):
-    """AdamW's first update is lr·sign(gradient) whatever the gradient's size: 0.1 here, 0.074 if it had counted a step.
-
-    (DAPO's first steps may find no informative group, and so make no update.)
-    """
+    """DAPO's first steps may find no informative group, and then make no update. AdamW's first update is
+    lr·sign(gradient) = 0.1; it would be 0.074 if saving had counted as a step."""
     import dapo
     monkeypatch.setattr(sys, "argv", ["dapo.py"])
 
@@ -450,7 +450,7 @@ def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp
 
 
 def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
-    """The image tower of Gemma 3, say: AdamW makes no state for it."""
+    """AdamW makes no state for it. The image tower of Gemma 3 is such a part."""
     import grpo
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
 
@@ -476,12 +476,13 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
     assert all(map(torch.equal, whole, resumed))
     for file in (tmp_path / "run").glob("checkpoint/*/*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(common.UserError, match="is damaged.*(EOF|Error)"):  # and why
+    with pytest.raises(common.UserError, match="is damaged.*(EOF|Error)"):
         begin(resume=True)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed")
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    """The write fails half-way: the checkpoint that was there is still there, and the message says so."""
+    """The save fails half-way: the last checkpoint is still there, and the message says so."""
     directory = tmp_path / "run"
     run = FakeRun(None)
     run.directory, run.next_step, run.extra, run.data = directory, 0, {}, common.Shuffled([1], 0)
@@ -508,7 +509,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("script", ["grpo", "ppo", "reward_model"])
 def test_gradient_checkpointing_changes_nothing_and_frozen_layers_stay(script, small, whole_run, tmp_path):
-    """`--freeze_layers 0.4` of the tiny model's three layers is the first one."""
+    """The tiny model has three layers: --freeze_layers 0.4 is the first one."""
     for name, flags in (("recomputed", ["--gradient_checkpointing"]), ("frozen", ["--freeze_layers", 0.4])):
         done = run_script(*small(script), "--steps", 1, "--warmup_steps", 0, *flags, "--output_dir", tmp_path / name)
         assert done.returncode == 0, done.stderr
@@ -517,7 +518,8 @@ def test_gradient_checkpointing_changes_nothing_and_frozen_layers_stay(script, s
         assert recomputed[key] == pytest.approx(plain[key], rel=1e-4, abs=1e-6)
     before = load_file(Path(common.build_tiny_model("arithmetic")) / "model.safetensors")
     after = load_file(tmp_path / "frozen" / "model" / "model.safetensors")
-    moved = {name.split("layers.")[1][0] for name in before if "layers." in name and not torch.equal(before[name], after[name])}
+    moved = {name.split("layers.")[1][0] for name in before
+             if "layers." in name and not torch.equal(before[name], after[name])}
     assert moved == {"1", "2"}
 
 
@@ -537,11 +539,11 @@ def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp
 # ---------------------------------------------------------------------------------------------- several processes
 
 def run_in_two_processes(folder, scripts):
-    """Each script, stopped after step 2 and resumed, in one job, to import once -> the runs' folder."""
+    """Stop each script after step 2 and resume it, all in one job, which imports torch once -> the runs' folder."""
     small = small_runs(folder)
     runs = [[*map(str, small(script)), "--output_dir", str(folder / script)] for script in scripts]
     shutil.copytree(common.build_tiny_model("arithmetic"), folder / "tiny")
-    write(folder / "tiny" / "generation_config.json", '{"eos_token_id": [1, 2]}')  # chat models have two ends
+    write(folder / "tiny" / "generation_config.json", '{"eos_token_id": [1, 2]}')  # chat models have two EOS tokens
     job = write(folder / "job.py", f"""
 import contextlib, importlib, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -557,7 +559,7 @@ def end_step(run, step, metrics, end_step=common.Run.end_step):
 common.Run.end_step = end_step
 
 for script, *flags in {runs!r}:
-    common.HEAD_SLICE["cpu"] = 500  # slices of the vocabulary, as of a large one
+    common.HEAD_SLICE["cpu"] = 500  # compute the head in slices, as for a large vocabulary
     module = importlib.import_module(script.removesuffix(".py"))
     sys.argv = [script, *flags]
     with contextlib.suppress(Stopped):
@@ -570,7 +572,7 @@ assert common.eos_ids(model, tokenizer) == [tokenizer.eos_token_id, 2], model.ge
 rollout = common.sample(model, tokenizer, ["12+34=?"], 1, 8, greedy=True)  # fewer rows than ranks
 assert rollout.completions[0].startswith("<think>2+4=6"), rollout.completions
 sys.argv = ["job"]
-common.launch(lambda cfg: None, common.RunConfig)  # leaves as a script does
+common.launch(lambda cfg: None, common.RunConfig)  # exits as a script does
 """)
     done = run_script(job, processes=2)
     assert done.returncode == 0, done.stderr
@@ -580,22 +582,22 @@ common.launch(lambda cfg: None, common.RunConfig)  # leaves as a script does
 @beside(run_in_two_processes)
 @pytest.mark.parametrize("script", [*SCRIPTS, LARGE_GROUPS])
 def test_two_processes_give_the_numbers_of_one(script, whole_run, job, monkeypatch):
-    """Same prompts, same sampled tokens (a row's random numbers are its own), same loss and gradient norm."""
+    """Sampled tokens included: each row has its own random numbers."""
     shared, read = [], common.read_prefixes_once
     monkeypatch.setattr(common, "read_prefixes_once", lambda *args: (shared.append(args), read(*args))[1])
     one, two = read_metrics(whole_run(script)), read_metrics(job / script)
     assert [metrics["step"] for metrics in two] == [0, 1, 2, 3]
     for alone, together in zip(one, two):
         for name in together.keys() - TIMING:
-            if name != "pair_accuracy" or abs(alone["margin"]) > 1e-5:  # DPO's are 0 at first: rounding has the sign
+            if name != "pair_accuracy" or abs(alone["margin"]) > 1e-5:  # DPO's first are 0 with a random sign
                 assert together[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-5), name
     assert (job / script / "model" / "model.safetensors").exists()
-    assert shared or script != LARGE_GROUPS  # the one process did read prefixes once
+    assert shared or script != LARGE_GROUPS  # the single process did read prefixes once
 
 
 @pytest.mark.parametrize("script", ["dpo --on_policy", "reward_model"])
 def test_a_rank_that_only_keeps_step_with_the_others_adds_nothing(script, small, whole_run, tmp_path, monkeypatch):
-    """Where there are fewer rows than ranks, one computes some again, with T = 0 (see `micro_batches`)."""
+    """With fewer rows than ranks, `micro_batches` gives a rank some rows that others have too, with T = 0."""
     deal = common.micro_batches
 
     def with_an_idle_rank(*args):
@@ -611,15 +613,16 @@ def test_a_rank_that_only_keeps_step_with_the_others_adds_nothing(script, small,
 
 
 def test_a_row_has_the_same_random_numbers_in_its_reward_on_any_process(tmp_path, monkeypatch):
-    """So a step does not depend on how many there are, nor on a random state of each that --resume would need."""
+    """So the number of processes changes nothing, and --resume needs no random state of theirs."""
     path = write(tmp_path / "reward.py", "import random, numpy, torch\n"
-                 "def f(prompt, completion, row): return random.random() + numpy.random.rand() + torch.rand(1).item()\n")
+                 "def f(prompt, completion, row):\n"
+                 "    return random.random() + numpy.random.rand() + torch.rand(1).item()\n")
     score = common.load_reward(SimpleNamespace(reward=f"{path}:f", format_reward=0))
     rollout = common.Rollout(None, None, torch.ones(6, 1, dtype=torch.bool), ["x"] * 6, torch.ones(6).bool())
     problems, state = [common.Problem("1+1=?", [], "2", {})] * 3, torch.get_rng_state()
     rewards = score(problems, rollout)[0].flatten()
     assert rewards.unique().numel() == 6 and torch.equal(torch.get_rng_state(), state)
-    monkeypatch.setattr(common, "my_share", lambda total: reversed(range(total)))  # as if other rows came before
+    monkeypatch.setattr(common, "my_share", lambda total: reversed(range(total)))  # judged in another order
     assert torch.equal(score(problems, rollout)[0].flatten().flip(0), rewards)
     torch.rand(1)  # as a step's sampling does
     assert not torch.isin(score(problems, rollout)[0], rewards).any()
@@ -643,17 +646,17 @@ def test_an_error_of_one_process_is_said_once_and_ends_all(job):
 
 
 def kill_one_of_them(folder, parts):
-    """{rank or torchrun, whichever is killed in two processes' run: (how many ranks there were, torchrun's exit code)}."""
+    """Kill one part of a run of two processes -> {"rank" or "torchrun": (number of ranks, torchrun's exit code)}."""
     done = {}
     for killed in parts:
         out = folder / killed
         process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "grpo.py", "--steps",
-             "1000", "--output_dir", str(out)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+             "grpo.py", "--steps", "1000", "--output_dir", str(out)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
         wait_for((out / "metrics.jsonl").exists, process, process.stderr.read)
         ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
         os.kill(int(ranks[-1]) if killed == "rank" else process.pid, signal.SIGKILL)
-        process.communicate(timeout=90)  # returns when nobody holds stderr any more
+        process.communicate(timeout=90)  # returns when every process has closed stderr
         done[killed] = len(ranks), process.returncode
     return done
 
@@ -661,6 +664,6 @@ def kill_one_of_them(folder, parts):
 @beside(kill_one_of_them)
 @pytest.mark.parametrize("killed", ["rank", "torchrun"])
 def test_what_is_killed_takes_the_others_with_it(killed, job):
-    """A hang would waste a machine; a rank that outlives torchrun would write where --resume writes."""
+    """A rank that hung would waste the machine; one that outlived torchrun would write into the resumed run."""
     ranks, code = job[killed]
     assert ranks == 2 and code not in (0, None)
