@@ -27,7 +27,6 @@ import ctypes
 import dataclasses
 import datetime
 import difflib
-import fcntl
 import functools
 import gzip
 import hashlib
@@ -1664,44 +1663,46 @@ def micro_batches(batch, blocks: list, max_tokens: int):
 def load_reward(cfg, wrong: float = 0.0):
     """--reward -> score(problems, rollout) = (rewards [P, G] float32, correct [P, G] bool), the same on every rank.
 
-    verifier            1 where the last answer equals the gold one, else `wrong` ≤ 0
-    FILE.py:FUNCTION    whatever FUNCTION(prompt, completion, row) returns; correct where it is above 0
-    DIRECTORY           the score of that reward model; correct by the verifier, or above 0 if the row has no answer
+    verifier            1 if the last answer equals the gold one, else `wrong` ≤ 0
+    FILE.py:FUNCTION    what FUNCTION(prompt, completion, row) returns; correct if it is above 0
+    DIRECTORY           the score of that reward model; correct by the verifier, or if above 0 for rows without answer
 
-    --format_reward adds its weight times `format_reward`. Each completion is judged once, by the rank that has it in
-    its share, and the random numbers that FUNCTION may draw are seeded for it.
+    --format_reward adds its weight times `format_reward`. Each rank judges its share of the completions.
     """
     model_scores = load_reward_model(cfg) if is_reward_model(cfg.reward) else None
-    by_function = None if model_scores or cfg.reward == "verifier" else load_reward_function(cfg.reward)
+    function = None if model_scores or cfg.reward == "verifier" else load_reward_function(cfg.reward)
+
+    def judge(problem: Problem, completion: str, model_score: float | None) -> tuple[float, bool]:
+        if function:
+            verdict = function(problem, completion)
+        elif model_score is not None and problem.answer is None:
+            verdict = model_score
+        else:
+            answer = extract_answer(completion, closed_only=True)
+            verdict = 1.0 if is_equivalent(answer, problem.answer) else wrong
+        reward = verdict if model_score is None else model_score
+        bonus = cfg.format_reward * format_reward(problem.opening + completion)
+        return reward + bonus, verdict > 0
 
     def score(problems: list[Problem], rollout: Rollout):
-        G, judged, failed = len(rollout.completions) // len(problems), [], []
+        G = len(rollout.completions) // len(problems)
         rows = [problem for problem in problems for _ in range(G)]  # [N]
-        scores = model_scores(rows, rollout).tolist() if model_scores else None
+        scores = model_scores(rows, rollout).tolist() if model_scores else [None] * len(rows)
+        judged, errors = [], []
         with torch.random.fork_rng(devices=[]):
             seed = int(torch.randint(2 ** 31, ()))
             try:
                 for i in my_share(len(rows)):
-                    problem, completion = rows[i], rollout.completions[i]
-                    if by_function:
-                        for set_seed in (random.seed, np.random.seed, torch.default_generator.manual_seed):
-                            set_seed(seed + i)  # it may draw numbers: the same ones for a row on any rank
-                        verdict = by_function(problem, completion)
-                    elif scores and problem.answer is None:
-                        verdict = scores[i]
-                    else:
-                        answer = extract_answer(completion, closed_only=True)
-                        verdict = 1.0 if is_equivalent(answer, problem.answer) else wrong
-                    reward = scores[i] if scores else verdict
-                    bonus = cfg.format_reward * format_reward(problem.opening + completion)
-                    judged.append((reward + bonus, verdict > 0))
+                    if function:  # it may draw random numbers: the same ones for a row on any rank
+                        transformers.set_seed(seed + i)
+                    judged.append(judge(rows[i], rollout.completions[i], scores[i]))
             except UserError as error:
-                failed.append(error)
-        for error in gather_in_order(failed):  # raised alone, it would leave the other ranks waiting
+                errors.append(error)
+        for error in gather_in_order(errors):  # on every rank: raised on one alone, it would leave the others waiting
             raise error
-        judged = list(zip(*gather_in_order(judged)))  # all the rewards; which are right
-        rewards, correct = torch.tensor(judged, device=rollout.mask.device).view(2, len(problems), G)
-        return rewards, correct.bool()
+        rewards, correct = zip(*gather_in_order(judged))
+        device = rollout.mask.device
+        return torch.tensor(rewards, device=device).view(-1, G), torch.tensor(correct, device=device).view(-1, G)
     return score
 
 
@@ -1710,10 +1711,10 @@ def is_reward_model(reward: str) -> bool:
 
 
 def load_reward_model(cfg):
-    """--reward DIRECTORY -> scores(problems [N], rollout) [N]: the model's, minus its config's `reward_shift`.
+    """--reward DIRECTORY -> scores(problems [N], rollout) [N], less the `reward_shift` in the model's config.
 
-    A model with the policy's vocabulary reads the tokens as they were sampled; another one reads the decoded text, in
-    its own tokens and its own chat template, and with its own EOS where the completion ended.
+    A model with the policy's vocabulary scores the very tokens that were sampled. Any other one scores the decoded
+    text, through its own tokenizer and chat template.
     """
     try:
         own = load_tokenizer(cfg.reward, cfg.trust_remote_code)
@@ -1727,7 +1728,8 @@ def load_reward_model(cfg):
 
     def scores(problems: list[Problem], rollout: Rollout) -> torch.Tensor:
         batch = rollout if same_tokens else retokenize(problems, rollout, own, cfg.system_prompt)
-        if (longest := int(batch.attention_mask.sum(1).max())) > (context := context_length(model)):
+        longest, context = int(batch.attention_mask.sum(1).max()), context_length(model)
+        if longest > context:
             raise UserError(f"--reward {cfg.reward}: its context is {context} tokens, a sequence has {longest}")
         rewards = all_scores(model, batch, range(len(problems)), cfg.micro_batch_tokens)
         return rewards - getattr(model.config, "reward_shift", 0.0)
@@ -1735,9 +1737,9 @@ def load_reward_model(cfg):
 
 
 def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prompt: str) -> Batch:
-    """The N sequences of a rollout in the tokens of another model.
+    """The N sequences of a rollout in another model's tokens, EOS included where a completion is finished.
 
-    The prompt's last token counts as the completion's first, so that no completion is empty.
+    The last token of each prompt counts as part of the completion, so that no completion is empty.
     """
     prompts = encode(tokenizer, [render_prompt(row_prompt(p.row), tokenizer, system_prompt) for p in problems])
     texts = tokenize(tokenizer, rollout.completions, special=False)
@@ -1748,25 +1750,27 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
 
 
 def load_reward_function(spec: str):
-    """FILE.py:FUNCTION -> judge(problem, completion) -> float; a failure names the row and shows the error."""
+    """FILE.py:FUNCTION -> function(problem, completion) -> float. If it fails, a UserError shows the row and why."""
     path, _, name = spec.rpartition(":")
-    if not path.endswith(".py"):
-        raise UserError(f"--reward {spec}: want verifier, FILE.py:FUNCTION or the directory of a reward model")
     if not os.path.isfile(path):
-        raise UserError(f"--reward {spec}: no file {path}")
+        raise UserError(f"--reward {spec}: no file {path or spec}; want verifier, FILE.py:FUNCTION or a reward model's "
+                        "directory")
+    module_name = Path(path).stem
+    if module_name in sys.modules:  # a file named json.py must not replace Python's json
+        module_name += "_"
     try:
-        sys.path.append(str(Path(path).resolve().parent))  # for what it imports
-        stem = Path(path).stem
-        source = importlib.util.spec_from_file_location(stem + "_" * (stem in sys.modules), path)
-        module = sys.modules[source.name] = importlib.util.module_from_spec(source)  # there pickle looks
+        sys.path.append(str(Path(path).resolve().parent))  # so that the file can import its neighbours
+        source = importlib.util.spec_from_file_location(module_name, path)
+        module = importlib.util.module_from_spec(source)
+        sys.modules[module_name] = module  # so that pickle, and with it multiprocessing, finds what the file defines
         source.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the user's own code: anything can come out of it
+    except (Exception, SystemExit) as error:  # user code can raise anything
         raise UserError(f"--reward {spec}: {path} does not load: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"--reward {spec}: {path} has no function {name}")
 
-    def judge(problem, completion):
+    def checked(problem: Problem, completion: str) -> float:
         try:
             reward = function(problem.prompt, completion, copy.deepcopy(problem.row))
         except (Exception, SystemExit) as error:
@@ -1778,7 +1782,7 @@ def load_reward_function(spec: str):
             raise UserError(f"--reward {spec} returned {reward!r:.100}, want a finite float or int, on row "
                             f"{problem.row!r:.300}")
         return float(reward)
-    return judge
+    return checked
 
 
 # --------------------------------------------------------------------------------------------------- verifiers
@@ -2259,13 +2263,13 @@ def evaluate(policy, tokenizer, problems: list[Problem], score, cfg) -> dict[str
 # ----------------------------------------------------------------------------------------------------- the run
 
 def say(message: str) -> None:
-    """One line for the user, from rank 0, that does not break the progress bar."""
+    """Print a line on rank 0's stderr without breaking the progress bar."""
     if rank() == 0:
         tqdm.write(message, file=sys.stderr)
 
 
 def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
-    """A step whose advantages are all 0 is no bug, but no progress either: say what it means and what to try."""
+    """Say so when all advantages of a step are 0, and what to try: it is no bug, but nothing is learned either."""
     if not advantages.any():
         say(f"step {step}: the rewards of every group are equal, so all advantages are 0 and nothing is learned. If "
             "this goes on: easier or harder problems, a larger --group_size, a higher --temperature, more "
@@ -2278,15 +2282,14 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def make_optimizer(model, cfg, betas=(0.9, 0.999)):
-    """(AdamW, schedule) of a model from `load_model`. Sets up --freeze_layers and --gradient_checkpointing as well."""
+    """(AdamW, learning-rate schedule) for a model. Also applies --freeze_layers and --gradient_checkpointing to it."""
     layers = decoder_layers(model)
     for layer in layers[:int(cfg.freeze_layers * len(layers))]:
         layer.requires_grad_(False)
-    if cfg.gradient_checkpointing:
+    if cfg.gradient_checkpointing:  # its second name is the only one before transformers 5.23
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        with one_line_errors("--gradient_checkpointing"):  # which a few old architectures lack
-            enable({"use_reentrant": False})
-        for module in model.modules():  # layers recompute in training mode only
+        enable({"use_reentrant": False})
+        for module in model.modules():  # layers recompute in training mode only; all else stays in evaluation mode
             module.training = hasattr(module, "gradient_checkpointing")
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=betas, weight_decay=0.0, fused=True)
     updates = cfg.steps * getattr(cfg, "minibatches", 1) * getattr(cfg, "updates_per_batch", 1)
@@ -2295,7 +2298,7 @@ def make_optimizer(model, cfg, betas=(0.9, 0.999)):
 
 
 class Meter:
-    """Weighted means over micro-batches and ranks, kept on the device until `means` asks for them."""
+    """Weighted means over micro-batches and ranks. They stay on the device until `means` asks for them."""
 
     def __init__(self):
         self.sums = {}  # name: (Σ weight · value, Σ weight)
@@ -2312,46 +2315,51 @@ class Meter:
 
 
 class Run:
-    """One run's directory, log, checkpoints and signals: everything around the loop that is not the algorithm."""
+    """Everything around the training loop that is not the algorithm. A run
+
+    refuses to overwrite        `check_directory`: an earlier run is continued or replaced only if a flag says so
+    skips non-finite updates    `optimizer_step`
+    logs                        `end_step`: metrics.jsonl, the progress bar, --log_to
+    stops after a whole step    `end_step`: on Ctrl-C, SIGTERM or too many skipped updates; it saves first
+    saves atomically            `save_checkpoint`: killed at any moment, it leaves a complete checkpoint
+    resumes exactly             `load_checkpoint`: its numbers are those of a run that was never stopped
+    """
 
     WRITES = ("metrics.jsonl", "samples.jsonl", "checkpoint", "model", "tensorboard", "config.json")
-    # flags that may differ between a run and its continuation
+    # All other flags must stay the same when a run is resumed.
     MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "eval_every", "eval_samples",
                   "max_bad_steps", "micro_batch_tokens", "gradient_checkpointing"}
 
-    extra = {}  # numbers that a script keeps across --resume: assigned before `start`
-    lock = None  # process 0's file
-
     def __init__(self, cfg):
-        """Check the output directory, join the other ranks, seed. Writes nothing yet."""
+        """Check the output directory, join the other ranks, set the seed. Nothing is written before `start`."""
+        self.cfg = cfg
         self.script = Path(sys.argv[0]).name
-        self.cfg, self.directory = cfg, Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
-        self.next_step = 0  # the first that is not done, by which a checkpoint is named; 0: evaluation before training
-        self.bad_steps = collections.Counter()  # by the model's name: PPO has two
+        self.directory = Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
+        self.next_step = 0  # step 0 is the evaluation before training
+        self.bad_steps = collections.Counter()  # skipped updates in a row, by the model's name: PPO trains two
         self.stop_signal = 0
+        self.extra = {}  # numbers of the script's own, set before `start`: checkpoints keep them
         self.check_directory()
         if cfg.log_to != "none" and not importlib.util.find_spec(cfg.log_to):
             raise UserError(f"--log_to {cfg.log_to}: pip install {cfg.log_to}")
-        self.device = setup_device()
-        warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # that there is one process
-        # Of a damaged checkpoint it logs tracebacks, by the root logger; `load_checkpoint` says it in a line.
+        # torch.distributed.checkpoint warns that it runs in one process, and logs a traceback for a damaged file, which
+        # `load_checkpoint` reports in one line.
+        warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
         logging.getLogger().addFilter(lambda record: "torch/distributed/checkpoint" not in record.pathname)
+        self.device = setup_device()
         transformers.set_seed(cfg.seed)
 
     def check_directory(self):
-        """Nothing that is there may be lost: --resume continues this very run, --overwrite replaces only a run."""
-        cfg, directory, config = self.cfg, self.directory, self.directory / "config.json"
-        with one_line_errors(f"--output_dir {directory}: not usable, or its config.json damaged"):  # too long
-            ancestor = next(path for path in [directory, *directory.absolute().parents] if path.exists())
+        """Raise UserError if OUTPUT_DIR cannot be written, or holds a run that the flags do not continue or replace."""
+        cfg, directory = self.cfg, self.directory
+        with one_line_errors(f"--output_dir {directory}: not usable, or its config.json damaged"):
+            existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
+            config = directory / "config.json"
             saved = json.loads(config.read_text()) if config.exists() else {}
             script, flags = saved.get("script"), saved.get("flags")  # a model's config.json has neither
-        if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
-            raise UserError(f"--output_dir {directory}: {ancestor} is a file or write-protected")
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise UserError(f"--output_dir {directory}: {existing} is a file or write-protected")
         held = [name for name in self.WRITES if (directory / name).exists()]
-        if held and flags is None:
-            raise UserError(f"--output_dir {directory}: holds {held[0]}, but no run that could have written it")
-        if cfg.resume and cfg.overwrite:
-            raise UserError("--resume and --overwrite cannot be combined")
         if cfg.resume:
             if not self.checkpoints():
                 raise UserError(f"--resume: no checkpoint in {directory / 'checkpoint'}")
@@ -2361,90 +2369,78 @@ class Run:
                 if name not in self.MAY_CHANGE and flags.get(name) != value:
                     raise UserError(f"--resume: --{name} was {flags.get(name)!r} and is now {value!r}; "
                                     "that would be a different run")
+        elif held and not cfg.overwrite:
+            raise UserError(f"--output_dir {directory}: holds a run already; --resume continues it, --overwrite "
+                            "replaces it, another --output_dir leaves it alone")
         elif held:
-            if not cfg.overwrite:
-                raise UserError(f"--output_dir {directory}: holds a run already; --resume continues it, --overwrite "
-                                "replaces it, another --output_dir leaves it alone")
+            if flags is None:
+                raise UserError(f"--overwrite: {directory} holds {held[0]}, but no run that could have written it")
             for needed in (cfg.model, getattr(cfg, "reward", "")):
                 if os.path.isdir(needed) and Path(needed).resolve().is_relative_to(directory.resolve()):
                     raise UserError(f"--overwrite: {needed} is, or is in, the run that would be replaced")
 
-    def checkpoints(self) -> list[Path]:
-        """Complete checkpoints, oldest first: a directory gets such a name only when all of it is on disk."""
-        found = [path for path in (self.directory / "checkpoint").glob("step-*") if path.name[5:].isdigit()]
-        return sorted(found, key=lambda path: int(path.name[5:]))
+    def write_config(self):
+        """Create OUTPUT_DIR with its config.json. With --overwrite, remove what the earlier run wrote."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self.cfg.overwrite:
+            for path in [self.directory / name for name in self.WRITES]:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+        config = {"script": self.script, "flags": vars(self.cfg), "commit": commit or None,
+                  "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
+                               "transformers": transformers.__version__, "numpy": np.__version__},
+                  "processes": world_size(), "threads": torch.get_num_threads(), "device": str(self.device)}
+        with open(self.directory / "config.json", "x") as file:  # "x": of two runs started at once, one fails here
+            file.write(json.dumps(config, indent=2) + "\n")
 
     def start(self, data: Shuffled, **trained) -> None:
-        """Everything is loaded and checked: create the directory, or continue from its checkpoint.
+        """Create the output directory, or continue from its checkpoint. Call it when all else is loaded and checked.
 
-        trained: name=(model, optimizer, schedule) for each model that trains. `data.position` is saved with them.
+        trained: name=(model, optimizer, schedule) of each model that trains. Checkpoints hold these, the position in
+        `data` and `self.extra`.
         """
         self.data, self.trained = data, trained
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
-            on_main_rank_first(self.lock_directory)
             if self.cfg.resume:
                 self.load_checkpoint()
-            on_main_rank_first(self.drop_later_lines if self.cfg.resume else self.write_config)
-        if not self.cfg.resume:
-            self.save_checkpoint()
+                on_main_rank_first(self.drop_later_lines)
+            else:
+                on_main_rank_first(self.write_config)
+                self.save_checkpoint()
         if rank() == 0:
-            try:
-                self.log = self.open_logger() if self.cfg.log_to != "none" else None
-            except Exception as error:  # W&B's are of no built-in kind
-                raise UserError(f"--log_to {self.cfg.log_to}: it does not start ({error}); --resume continues once "
-                                "it can") from error
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the last when the terminal goes, but for nohup
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.note_signal)
-        # What a reward function forks: Process.terminate() ends it; Ctrl-C, which goes to all, does not end the step.
-        os.register_at_fork(after_in_child=functools.partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
-        os.register_at_fork(after_in_child=functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN))
+            with one_line_errors(f"--log_to {self.cfg.log_to}: it does not start; --resume continues once it can"):
+                self.log = self.open_logger()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.note_signal)
+        # Processes that a reward function forks must not inherit these handlers: terminate() has to end them. Ctrl-C
+        # reaches every process of the terminal, and must not end them, because the run still finishes its step.
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
         self.bar = tqdm(total=self.cfg.steps, initial=max(0, self.next_step - 1), desc=self.script, unit="step",
                         disable=rank() > 0, dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 30)
 
     def open_logger(self):
-        """--log_to's log(metrics, step=step)."""
+        """--log_to as a function log(metrics, step); it does nothing for none."""
+        if self.cfg.log_to == "none":
+            return lambda metrics, step: None
         if self.cfg.log_to == "wandb":
             import wandb
-            earlier = sorted((self.directory / "wandb").glob("*run-*-*")) if self.cfg.resume else []  # run-DATE-ID
-            return wandb.init(project="rl", name=self.directory.name, config=vars(self.cfg), dir=self.directory,
-                              id=earlier[-1].name.split("-")[-1] if earlier else None, resume="allow").log
+            return wandb.init(project="rl", name=self.directory.name, config=vars(self.cfg), dir=self.directory).log
         from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(self.directory / "tensorboard", purge_step=self.next_step)  # later ones are done again
+        writer = SummaryWriter(self.directory / "tensorboard", purge_step=self.next_step)  # a resumed run repeats these
 
         def log(metrics, step):
             for name, value in metrics.items():
                 writer.add_scalar(name, value, step)
-            writer.flush()  # the run may be killed, or `launch` skip the interpreter's exit
+            writer.flush()  # the run may be killed before the writer would do it
         return log
 
-    def lock_directory(self):
-        """Until `close`, or the end of the process, however it comes. The run's last process may still be ending."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.directory / ".lock", "a")
-        try:
-            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by what is forked
-        except BlockingIOError as error:
-            raise UserError(f"--output_dir {self.directory}: another process is still at work on its run") from error
-        except OSError:  # a file system without locks
-            pass
-
-    def write_config(self):
-        if self.cfg.overwrite:
-            for path in (self.directory / name for name in self.WRITES):
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
-                                cwd=Path(__file__).parent).stdout.strip() if shutil.which("git") else ""
-        with open(self.directory / "config.json", "x") as file:  # fails where another run began a moment ago
-            file.write(json.dumps({
-                "script": self.script, "flags": vars(self.cfg), "commit": commit or None,
-                "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
-                             "transformers": transformers.__version__, "numpy": np.__version__},
-                "processes": world_size(), "threads": torch.get_num_threads(), "device": str(self.device)},
-                indent=2) + "\n")
-
     def note_signal(self, number, frame):
-        """Finish the step first; a second signal ends at once."""
+        """Signal handler: stop after this step. A second signal ends the process at once."""
         self.stop_signal = number
         signal.signal(number, signal.SIG_DFL)
         say(f"{signal.Signals(number).name}: stopping after this step")
@@ -2452,24 +2448,16 @@ class Run:
     def steps(self):
         """The numbers of the steps still to do, from 1."""
         for step in range(max(1, self.next_step), self.cfg.steps + 1):
-            self.began, self.began_with = time.perf_counter(), (self.data.position, torch.get_rng_state())
+            self.began = time.perf_counter()
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             yield step
 
-    def timing(self, num_tokens: int) -> dict[str, float]:
-        """Metrics of the step so far: call it before the evaluation."""
-        seconds = time.perf_counter() - self.began
-        memory = torch.cuda.max_memory_allocated() / 2 ** 20 if self.device.type == "cuda" else \
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 20 if sys.platform == "darwin" else 2 ** 10)
-        return {"seconds": seconds, "tokens_per_second": int(num_tokens) / seconds, "peak_memory_mb": memory}
-
     def optimizer_step(self, model, optimizer, schedule, loss: torch.Tensor) -> dict[str, float]:
-        """Clip, step, advance the rate, clear the gradient. Collective.
+        """Clip the gradient, update, advance the learning rate, clear the gradient. Collective.
 
         loss: the sum of this rank's micro-batch losses, detached. A non-finite loss or gradient changes nothing and
-        is counted; --max_bad_steps of them in a row, of one model, end the run. Returns loss, grad_norm (before
-        clipping) and lr.
+        is counted: see `end_step`. Returns loss, grad_norm (before clipping) and lr.
         """
         loss = sum_over_ranks(loss.clone()).item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.cfg.max_grad_norm)
@@ -2483,21 +2471,24 @@ class Run:
         else:
             self.bad_steps[name] += 1
             say(f"{name}: loss {loss}, gradient norm {norm}: update skipped ({self.bad_steps[name]} in a row)")
-            if self.bad_steps[name] >= self.cfg.max_bad_steps:
-                self.data.position, state = self.began_with  # --resume does the step again, with these weights
-                torch.set_rng_state(state)
-                self.save_checkpoint()
-                raise TrainingFailed(
-                    f"{name}: {self.bad_steps[name]} updates in a row had a non-finite loss or gradient; saved. "
-                    "Look at the data and the reward, or start again with a lower --lr")
         optimizer.zero_grad()
         return {"loss": loss, "grad_norm": norm, "lr": lr}
+
+    def timing(self, num_tokens: int) -> dict[str, float]:
+        """Time, tokens per second and peak memory of the step so far: call it before the evaluation."""
+        seconds = time.perf_counter() - self.began
+        if self.device.type == "cuda":
+            megabytes = torch.cuda.max_memory_allocated() / 2 ** 20
+        else:  # macOS counts bytes, Linux kilobytes
+            units = 2 ** 20 if sys.platform == "darwin" else 2 ** 10
+            megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units
+        return {"seconds": seconds, "tokens_per_second": int(num_tokens) / seconds, "peak_memory_mb": megabytes}
 
     def evaluates(self, step: int) -> bool:
         return step % self.cfg.eval_every == 0 or step == self.cfg.steps
 
     def log_samples(self, step: int, problems, rollout: Rollout, rewards, advantages) -> None:
-        """A few completions of the step for samples.jsonl: the first two of each of the first four prompts."""
+        """Write the first two completions of each of the first four prompts to samples.jsonl."""
         if rank() == 0:
             G = rewards.shape[1]
             self.append("samples.jsonl", [
@@ -2506,7 +2497,7 @@ class Run:
                 for p, problem in enumerate(problems[:4]) for g in range(min(2, G))])
 
     def append(self, name: str, rows: list[dict]) -> None:
-        """Add lines to metrics.jsonl or samples.jsonl."""
+        """Add lines to a file of OUTPUT_DIR."""
         try:
             with open(self.directory / name, "a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -2515,11 +2506,10 @@ class Run:
                                  "last checkpoint") from error
 
     def end_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the step's line, show it, save where it is time to, and stop where a signal asked for it."""
+        """Log the step, save if it is time to, and stop the run if it has to stop. Collective."""
         if rank() == 0:
             self.append("metrics.jsonl", [{"step": step, **metrics}])
-            if self.log:
-                self.log(metrics, step=step)
+            self.log(metrics, step=step)
             shown = {"reward": ".3f", "accuracy": ".3f", "pair_accuracy": ".3f", "entropy": ".3f",
                      "tokens_per_second": ".0f"}
             self.bar.set_postfix({name: format(metrics[name], spec) for name, spec in shown.items() if name in metrics},
@@ -2528,10 +2518,16 @@ class Run:
         evaluation = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval_")]
         if evaluation:
             say(f"step {step}: {', '.join(evaluation)}")
+
         self.next_step = step + 1
         stop_signal = max(gather_in_order([self.stop_signal]))
-        if step and (stop_signal or step % self.cfg.save_every == 0 or step == self.cfg.steps):
+        failing = max(self.bad_steps.values(), default=0) >= self.cfg.max_bad_steps
+        if step and (stop_signal or failing or step % self.cfg.save_every == 0 or step == self.cfg.steps):
             self.save_checkpoint()
+        if failing:
+            raise TrainingFailed(f"--max_bad_steps {self.cfg.max_bad_steps}: so many updates in a row had a non-finite "
+                                 "loss or gradient; saved. Look at the data and the reward, or start again with a "
+                                 "lower --lr")
         if stop_signal:
             self.close()
             say(f"stopped after step {step}; continue with the same command and --resume")
@@ -2544,57 +2540,47 @@ class Run:
         say(f"saved {self.directory / 'model'}")
 
     def close(self) -> None:
-        """End the progress bar and the second log: with several processes `launch` skips the interpreter's exit."""
+        """End the progress bar and W&B's run: with several processes, `leave_together` skips Python's exit handlers."""
         self.bar.close()
-        if self.lock:
-            self.lock.close()
         if self.cfg.log_to == "wandb":
             import wandb
             wandb.finish()
 
-    # checkpoint/step-000020/ holds the sharded tensors (torch.distributed.checkpoint) and state.pt (all the rest)
+    def checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest first. A directory gets such a name only when all of it is on disk."""
+        return sorted((self.directory / "checkpoint").glob("step-" + 6 * "[0-9]"))
 
-    def tensors(self) -> dict:
-        """Weights and AdamW states by name: torch.distributed.checkpoint saves these very tensors, and fills them."""
-        tensors = {}
-        for name, (model, optimizer, _) in self.trained.items():
-            weights, states = model.state_dict(), {}  # first, since FSDP then puts its shards in place again
+    def state(self) -> dict:
+        """All that a checkpoint holds. The tensors are the live ones: `dcp.load` fills them in place."""
+        state = {"position": self.data.position, "extra": self.extra, "updates": {},
+                 "random": torch.get_rng_state()}  # the same on every rank
+        for name, (model, optimizer, schedule) in self.trained.items():
+            state["updates"][name] = schedule.last_epoch
+            if self.next_step == 0:
+                continue  # the models are as they were loaded
+            state[name] = model.state_dict()  # before named_parameters: FSDP puts its shards back in place here
+            state[f"{name}_optimizer"] = moments = {}
             for key, parameter in model.named_parameters():
                 if parameter.requires_grad:
-                    states[key] = optimizer.state[parameter]
-                    if not states[key]:  # no gradient has reached it yet: what AdamW will begin with
-                        states[key].update(step=torch.zeros((), device=parameter.device),
-                                           exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
-            tensors[name] = {"model": weights, "optimizer": {"state": states}}
-        return tensors
+                    moments[key] = optimizer.state[parameter]
+                    if not moments[key]:  # no gradient has reached it yet: what AdamW would begin with
+                        moments[key]["step"] = torch.zeros((), device=parameter.device)
+                        moments[key]["exp_avg"] = torch.zeros_like(parameter)
+                        moments[key]["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
 
     def save_checkpoint(self) -> None:
-        """Write to a temporary name, flush, rename; only then remove the previous one. Collective."""
+        """Write to a temporary directory, flush, rename; only then remove the previous checkpoint. Collective."""
         final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
-        if from_main_rank(final.exists()):  # a run that gives up in mid-step has it: --resume repeats the step
-            return
         temporary = final.with_name("unfinished")
-        state = {"next_step": self.next_step, "position": self.data.position, "bad_steps": dict(self.bad_steps),
-                 "extra": self.extra,
-                 "schedules": {name: schedule.state_dict() for name, (_, _, schedule) in self.trained.items()},
-                 "random": torch.get_rng_state()}  # alike on all ranks; rewards have seeds of their own
-
-        def prepare():
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
 
         def publish():
-            with open(temporary / "state.pt", "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
             os.rename(temporary, final)
             for older in self.checkpoints()[:-1]:
                 shutil.rmtree(older)
         try:
-            on_main_rank_first(prepare)
-            if self.next_step:  # before step 0 the models are as they were loaded
-                dcp.save(self.tensors(), checkpoint_id=temporary)
+            on_main_rank_first(lambda: shutil.rmtree(temporary, ignore_errors=True))  # left by a killed process
+            dcp.save(self.state(), checkpoint_id=temporary)  # flushes its files to disk
             on_main_rank_first(publish)
         except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
             shutil.rmtree(temporary, ignore_errors=True)  # it may be what fills the disk
@@ -2602,41 +2588,40 @@ class Run:
             raise TrainingFailed(f"cannot save to {final.parent}: {innermost(error)}; {intact} is intact") from error
 
     def load_checkpoint(self) -> None:
-        """Fill models, optimizers, schedules, data position and random state from the newest checkpoint."""
+        """Restore models, optimizers, schedules, data position and random state from the newest checkpoint."""
         path = self.checkpoints()[-1]
+        self.next_step = int(path.name.removeprefix("step-"))
+        if self.next_step > self.cfg.steps + 1:  # equal: all steps are done, but model/ may not have been written
+            raise UserError(f"--resume: {self.directory} has done {self.next_step - 1} steps, more than --steps")
         try:
-            state = torch.load(path / "state.pt", weights_only=True)
-            if state["next_step"]:
-                dcp.load(self.tensors(), checkpoint_id=path)
-            for name, (_, optimizer, schedule) in self.trained.items():
-                schedule.load_state_dict(state["schedules"][name])
-                for factor in getattr(schedule, "lr_lambdas", ()):  # --steps may be another now
-                    schedule._last_lr = [schedule.base_lrs[0] * factor(schedule.last_epoch)]
-                optimizer.param_groups[0]["lr"] = schedule.get_last_lr()[0]
-            self.next_step, self.data.position = state["next_step"], state["position"]
-            self.bad_steps, self.extra = collections.Counter(state["bad_steps"]), state["extra"]
-            torch.set_rng_state(state["random"])
-        # damaged files raise anything, from EOFError to UnpicklingError; and CheckpointException is no Exception
+            state = self.state()
+            dcp.load(state, checkpoint_id=path)
+        # Damaged files can raise any error, and CheckpointException is not a subclass of Exception.
         except (Exception, dcp.api.CheckpointException) as error:
             raise UserError(f"--resume: {path} is damaged or of another model: {innermost(error)}") from error
-        if self.next_step > self.cfg.steps + 1:  # at + 1 it may have been killed while it wrote model/
-            raise UserError(f"--resume: {self.directory} has done {self.next_step - 1} steps, more than --steps")
+        self.data.position, self.extra = state["position"], state["extra"]
+        torch.set_rng_state(state["random"])
+        for name, (_, optimizer, schedule) in self.trained.items():
+            schedule.last_epoch = state["updates"][name]
+            # Not the saved rate: with another --steps, the schedule has another rate for this update.
+            schedule._last_lr = [schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch)]
+            optimizer.param_groups[0]["lr"] = schedule.get_last_lr()[0]
 
     def drop_later_lines(self) -> None:
-        """Drop the log lines written after the checkpoint: their steps are done again."""
+        """Remove log lines written after the checkpoint: their steps are done again."""
         for path in (self.directory / "metrics.jsonl", self.directory / "samples.jsonl"):
             if path.exists():
-                lines = re.finditer(r'(?m)^{"step": *(\d+).*}\n', path.read_text(errors="replace"))  # whole ones
-                kept = [line[0] for line in lines if int(line[1]) < self.next_step]
+                lines = path.read_text().splitlines(keepends=True)
+                whole = [line for line in lines if line.endswith("}\n")]  # a killed process may have left half a line
                 temporary = path.with_suffix(".tmp")
-                temporary.write_text("".join(kept))
+                temporary.write_text("".join(line for line in whole if json.loads(line)["step"] < self.next_step))
                 os.replace(temporary, path)
 
 
 def innermost(error: BaseException) -> str:
-    """The first line of the error at the root of a chain, for a one-line message."""
+    """The first line of an error's root cause, for a message of one line."""
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__
-    if isinstance(error, dcp.api.CheckpointException):  # of several ranks: the first one's
+    if isinstance(error, dcp.api.CheckpointException):  # it holds an error of each rank that failed
         return innermost(next(iter(error.failures.values()))[0])
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -914,7 +914,8 @@ def test_a_chat_template_is_applied_once_and_bos_is_not_doubled():
 def test_the_format_is_that_of_what_the_template_began(template, completion, reward):
     tokenizer = common.tiny_tokenizer()
     tokenizer.chat_template = template
-    cfg = SimpleNamespace(model="tiny", system_prompt="none", max_prompt_tokens=99, reward="verifier", format_reward=0.5)
+    cfg = SimpleNamespace(model="tiny", system_prompt="none", max_prompt_tokens=99, reward="verifier",
+                          format_reward=0.5)
     problems = common.encode_prompts([common.Problem("1+1=?", [], "2", {})], tokenizer, cfg, "--data")
     rollout = rollout_of(completion)
     assert common.load_reward(cfg)(problems, rollout)[0].tolist() == [[reward]]
@@ -935,7 +936,8 @@ def test_an_evaluation_leaves_the_random_state_as_it_was():
     score = common.load_reward(SimpleNamespace(reward="verifier", format_reward=0.0))
     cfg, state = SimpleNamespace(max_new_tokens=8, eval_samples=3, temperature=1.0), torch.get_rng_state()
     metrics = common.evaluate(model, tokenizer, [problem] * 2, score, cfg)
-    assert metrics.keys() == {"eval_accuracy", "eval_avg@3", "eval_pass@3"} and torch.equal(torch.get_rng_state(), state)
+    assert metrics.keys() == {"eval_accuracy", "eval_avg@3", "eval_pass@3"}
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_meter_weights_its_means():
@@ -958,7 +960,8 @@ def test_a_list_of_experts_is_not_taken_for_the_layers():
 
 
 def rollout_of(*texts):
-    return common.Rollout(None, None, torch.ones(len(texts), 1, dtype=torch.bool), list(texts), torch.ones(len(texts), dtype=torch.bool))
+    N = len(texts)
+    return common.Rollout(None, None, torch.ones(N, 1, dtype=torch.bool), list(texts), torch.ones(N, dtype=torch.bool))
 
 
 def reward_function(tmp_path, body, name="reward.py"):
@@ -975,22 +978,25 @@ def test_a_reward_of_0_is_wrong(tmp_path):
 
 
 def test_the_reward_is_for_a_closed_answer():
-    """<answer>12 may have been going to be 125. Samplers that stop at </answer> take it away; `sample` does not."""
+    """A completion cut at <answer>12 may have meant 125. `extract_answer` alone accepts it, for other samplers' texts."""
     score = common.load_reward(SimpleNamespace(reward="verifier", format_reward=0))
     rewards, _ = score([common.Problem("5+7=?", [], "12", {})], rollout_of("<answer>12", "<answer>12</answer>"))
     assert rewards.tolist() == [[0, 1]] and common.extract_answer("<answer>12") == "12"
 
 
 def test_what_a_reward_function_is_given(tmp_path):
-    spec = reward_function(tmp_path, "def f(prompt, completion, row): return (prompt, completion, row['id']) == ('p', 'c', 7)\n")
+    spec = reward_function(tmp_path, "def f(prompt, completion, row):\n"
+                           "    return (prompt, completion, row['id']) == ('p', 'c', 7)\n")
     judge = common.load_reward_function(spec)
-    assert judge(common.Problem("p", [], "2", {"id": 7}), "c") is not True and judge(common.Problem("p", [], "2", {"id": 7}), "c") == 1.0
+    reward = judge(common.Problem("p", [], "2", {"id": 7}), "c")
+    assert reward == 1.0 and isinstance(reward, float)
 
 
 def test_a_reward_function_may_import_its_neighbour(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "my_neighbour_module.py").write_text("VALUE = 3.0\n")
-    spec = reward_function(tmp_path, "def f(prompt, completion, row):\n    import my_neighbour_module\n    return my_neighbour_module.VALUE\n")
+    spec = reward_function(tmp_path, "def f(prompt, completion, row):\n"
+                           "    import my_neighbour_module\n    return my_neighbour_module.VALUE\n")
     assert common.load_reward_function(spec)(common.Problem("p", [], "2", {}), "c") == 3.0
 
 
@@ -1000,7 +1006,7 @@ def test_a_colon_in_the_path_of_a_reward_function(tmp_path):
 
 
 def test_a_reward_model_reads_the_prompt_in_its_own_template():
-    """Another model reads the prompt in its own chat template, with the run's system prompt; its BOS stands once."""
+    """With the run's system prompt, and with one BOS."""
     from tokenizers import processors
     tokenizer = common.tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}={% endfor %}"
@@ -1023,7 +1029,8 @@ def test_accuracy_avg_and_pass(monkeypatch):
         return None, torch.tensor([[True], [False]]) if k == 1 else torch.tensor([[True, False], [False, False]])
     cfg = SimpleNamespace(max_new_tokens=8, eval_samples=2, temperature=0.6)
     problems = [common.Problem("1", [5], "1", {})] * 2
-    assert common.evaluate(None, None, problems, score, cfg) == {"eval_accuracy": 0.5, "eval_avg@2": 0.25, "eval_pass@2": 0.5}
+    metrics = common.evaluate(None, None, problems, score, cfg)
+    assert metrics == {"eval_accuracy": 0.5, "eval_avg@2": 0.25, "eval_pass@2": 0.5}
     assert [call[0] for call in calls] == [1, 2] and calls[0][3] and calls[1] == (2, 8, 0.6, False)
     assert common.evaluate(None, None, [], score, cfg) == {}
 

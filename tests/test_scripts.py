@@ -1,4 +1,4 @@
-"""What the scripts share in their loops, for each of them: the temperature, the log, the evaluation of the last step."""
+"""What the loops of all scripts have in common: the temperature, the log, the evaluation of the last step."""
 import importlib
 import json
 
@@ -10,8 +10,8 @@ import dapo
 import dr_grpo
 import grpo
 import ppo
-from helpers import (assert_metrics, few_pairs, few_problems, is_right, load_tiny_model, plain_entropies, plain_finished,
-                     read_metrics, record_run, run_script)
+from helpers import (assert_metrics, few_pairs, few_problems, is_right, load_tiny_model, plain_entropies,
+                     plain_finished, read_metrics, record_run, run_script)
 
 GROUP_SCRIPTS = ["grpo", "dapo", "dr_grpo"]
 SCRIPTS = [*GROUP_SCRIPTS, "ppo", "dpo", "reward_model"]
@@ -30,7 +30,7 @@ def small(script, folder, size: int) -> list:
     lambda mask: grpo.token_weights(mask, 3), lambda mask: dr_grpo.token_weights(mask, 3, 4),
     lambda mask: dapo.token_weights(mask, 6), lambda mask: ppo.token_weights(mask, 6)])
 def test_the_weights_of_a_part_are_that_part_of_the_weights(weights):
-    """Of a step of 3 completions and 6 tokens: a rank or micro-batch that has some of them weighs them as the whole does."""
+    """A rank or micro-batch weighs its rows as the whole step (here 3 completions, 6 tokens) does."""
     mask = torch.arange(4) < torch.tensor([1, 4, 1])[:, None]
     torch.testing.assert_close(torch.cat([weights(mask[:1]), weights(mask[1:])]), weights(mask))
     assert weights(mask).sum() == pytest.approx(0.5 if weights(mask)[0, 0] == 1 / 12 else 1)
@@ -53,18 +53,19 @@ def test_the_rollout_is_drawn_at_the_temperature_of_the_run(script, tmp_path, mo
     """Near 0 it is greedy decoding: all completions of a prompt are those that `greedy=True` gives."""
     name, *switches = script.split()
     pairs = ["--pairs_per_step", 4] if switches else ["--prompts_per_step", 4]
-    [step] = record_run(monkeypatch, f"{name}.py", tmp_path / "run", *switches, "--steps", 1, *pairs, "--temperature", 1e-3,
-                        *["--max_generation_batches", 1] * (name == "dapo"))
+    [step] = record_run(monkeypatch, f"{name}.py", tmp_path / "run", *switches, "--steps", 1, *pairs,
+                        "--temperature", 1e-3, *["--max_generation_batches", 1] * (name == "dapo"))
     [rollout], [problems] = step.rollouts, step.batches
-    greedy = common.sample(load_tiny_model(), common.tiny_tokenizer(), [p.prompt_ids for p in problems], 1, 40, greedy=True)
+    prompts = [problem.prompt_ids for problem in problems]
+    greedy = common.sample(load_tiny_model(), common.tiny_tokenizer(), prompts, 1, 40, greedy=True)
     size = len(rollout.completions) // 4
     assert rollout.completions == [text for text in greedy.completions for _ in range(size)]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_log_is_the_same_for_any_micro_batch_and_ends_with_an_evaluation(script, tmp_path):
-    """Every mean in it is one over the tokens or pairs of the step: micro-batches of unequal size do not show. The last
-    step is evaluated though --eval_every does not fall on it."""
+    """Means in the log are over the tokens or pairs of the step, so unequal micro-batches do not show. The last step is
+    evaluated although it is no multiple of --eval_every."""
     flags = [*small(script, tmp_path, 5), "--eval_every", 5]
     if script == "dpo":
         flags += ["--reference_free"]  # against the reference all margins of the first step are 0, their signs rounding
@@ -73,7 +74,8 @@ def test_the_log_is_the_same_for_any_micro_batch_and_ends_with_an_evaluation(scr
                   *["--no_dynamic_sampling"] * (script == "dapo"), *["--group_size", 3] * (script != "ppo")]
     lines = []
     for tokens in (70, 4096):
-        done = run_script(f"{script}.py", *flags, "--micro_batch_tokens", tokens, "--output_dir", tmp_path / str(tokens))
+        done = run_script(f"{script}.py", *flags, "--micro_batch_tokens", tokens,
+                          "--output_dir", tmp_path / str(tokens))
         assert done.returncode == 0, done.stderr
         lines.append({name: value for name, value in read_metrics(tmp_path / str(tokens))[1].items()
                       if name not in ("seconds", "tokens_per_second", "peak_memory_mb")})
@@ -83,8 +85,8 @@ def test_the_log_is_the_same_for_any_micro_batch_and_ends_with_an_evaluation(scr
 
 @pytest.mark.parametrize("script", GROUP_SCRIPTS)
 def test_what_the_log_and_the_samples_say_of_completions(script, tmp_path, monkeypatch):
-    """Of all that were sampled: with a format reward and an overlong penalty, a reward above 0 is not yet a right answer.
-    In groups of two, which samples.jsonl has in full, each advantage follows from the two rewards."""
+    """The metrics are over all sampled completions. With a format reward and an overlong penalty, `accuracy` must not
+    be the share of positive rewards. samples.jsonl has groups of two in full: advantages follow from rewards."""
     [step] = record_run(monkeypatch, f"{script}.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 12,
                         "--group_size", 2, "--max_new_tokens", 23, "--format_reward", 0.25,
                         "--micro_batch_tokens", 200, *["--no_dynamic_sampling"] * (script == "dapo"))
