@@ -1973,17 +1973,14 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"^ ?‹ ?([(\[][^‹›]*[)\]]) ?›[ .]*$", r"\1"),
     # {x | x > 1}, {x ∈ R : x > 1} and (x > 1) are x > 1
     (r"^ ?(?:‹ ?\\?\w+ ?(?:∈ ?R ?)?[|:](.*[<>≤≥≠].*)›[ .]*|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),
-    (r"^ ?(?:R|[Aa]ll real numbers) ?$", r"(-\\infty ,\\infty )"), (r"(?<=[)\]]) ?U ?(?=[(\[])", "∪"),
+    (r"^ ?(?:R|[Aa]ll real numbers)[ .]*$", r"(-\\infty ,\\infty )"), (r"(?<=[)\]]) ?U ?(?=[(\[])", "∪"),
     (r"\|([^|]+)\|", r"(\\abs (\1))"),
     # numbers: \frac12 is \frac{1}{2}
-    (r"\\(frac|binom) ?(\w)", r"\\\1{\2}"), (r"(\\(?:frac|binom)\{[^{}]*\}) ?(\w)", r"\1{\2}"),
+    (r"\\(frac|binom|log_) ?(\w)", r"\\\1{\2}"), (r"(\\(?:frac|binom)\{[^{}]*\}) ?(\w)", r"\1{\2}"),
     # 2 1/2 and 2\frac{1}{2} are (2+1/2), 0.1\overline{6} is (0.10+6/90), 1.5 x 10^3 is 1.5*10^3
     (r"(?<![\w.^)}])(\d+)(?: (\d+/\d+)| ?(\\frac\{\d+\}\{\d+\}))", r"(\1+\2\3)"),
     (r"(\d+)\.(\d*)\\overline\{(\d+)\}", lambda d: f"({d[1]}.{d[2]}0+{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
     (r"(?<=\d) ?x ?(?=10\^)", "*"),
-    # 1 ± \sqrt2 is 1 + \sqrt2, 1 - \sqrt2, and (0, ±3) is (0, +3), (0, -3)
-    (r"(?:\([^()]*\)|[^,=‹›(])*±(?:\([^()]*\)|[^,=‹›(])*|\([^()]*±[^()]*\)",
-     lambda both: f"{both[0].replace('±', '+')},{both[0].replace('±', '-')}"),
     # 1,234 is a number, but (1,234) is a pair: only before the first bracket
     (r"^[^(\[‹]*", lambda head: _THOUSANDS.sub(lambda number: number[0].replace(number[1], ""), head[0]))]]
 
@@ -2057,7 +2054,7 @@ def _parts(text: str) -> tuple[str, list[str]]:
 
     "(1, 2]"      -> ("(]", ["1", "2"])         brackets around several items; a matrix has "[]", a set "‹›"
     "3 ≥ x > -2"  -> ("<≤", ["-2", "x", "3"])   relations, read from the smaller side
-    "1, 2"        -> ("", ["1", "2"])           a list
+    "1, 2"        -> ("", ["1", "2"])           a list, like "1.5 ± 0.5"
     "2x + 3"      -> ("", ["2x + 3"])           anything else
     """
     kind, parts = "", _split(text)[::2]
@@ -2073,6 +2070,10 @@ def _parts(text: str) -> tuple[str, list[str]]:
             kind, parts = brackets.replace("{}", "‹›"), inner
         if is_matrix and "," not in "".join(inner):  # a column is a tuple
             kind = "()"
+    if "±" in text:
+        if kind not in ("", "‹›"):  # (0, ±3) is two tuples
+            kind, parts = "", [text]
+        parts = [way for part in parts for way in dict.fromkeys(part.replace("±", sign) for sign in "+-")]
     return kind, parts
 
 
@@ -2193,7 +2194,7 @@ def _values(text: str) -> list:
     point with a chance of about 1 in 1,000, and hardly ever at all three. Nothing is drawn at random, so the verdict
     on a pair never changes. Where the text is no formula, this raises one of the errors that `_same` catches.
     """
-    text = re.sub(r"(?<=[)}!]) ?(?=\d)|(?<=[a-zA-Z])(?=\d+\^)", "*", text)  # (n-1)2^n and n2^n; but 2 3 is not 6
+    text = re.sub(r"(?<=[a-zA-Z)}])(?=\d+\^)|(?<=!)(?=\d)", "*", text)  # n2^n, (n-1)2^n, 3!7!; but x2 is not 2x
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
     tokens, values = [], []  # a stack with the first token on top, and ";" at the bottom
 
@@ -2235,7 +2236,6 @@ def _values(text: str) -> list:
         if token in _FUNCTIONS:  # \log_2 8, \sin^2 x
             base = atom() if accept("_") else 10
             exponent = atom() if accept("^") else 1
-            accept("*")  # \log_{2} 8
             if exponent == -1 and f"arc{token}" in _FUNCTIONS:  # \tan^{-1} 2 is \arctan 2, not \cot 2
                 token, exponent = f"arc{token}", 1
             bracketed = tokens[-1] in _CLOSING
