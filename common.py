@@ -1938,10 +1938,10 @@ _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currenc
     "\\epsilon": r"\varepsilon", "\\phi": r"\varphi", "\\emptyset": r"\varnothing ∅", "\\infty ": "∞", "\\sqrt ": "√",
     "\\pi ": "π", "\\theta ": "θ", "\\alpha ": "α", "\\beta ": "β", "\\lambda ": "λ"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
-_SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>!]=|[$%~;&]|[^\x00-\x7f]"  # all that may be a key of it
+_SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>!]=|[$%~;&]|[^\x00-\x7f]"  # whatever may be such a key
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?![\d,/])")
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
-    # symbols: x² is x^{2}, x₁ is x_{1}, 2½ is 2 1/2 (by NFKC, which makes up to eighteen characters of one)
+    # symbols: x² is x^{2}, x₁ is x_{1}; NFKC makes 1/2 of ½, and up to eighteen characters of others, hence the cut
     (r"([⁻⁰¹²³⁴-⁹]+)", r"^{\1}"), (r"([₀-₉]+)", r"_{\1}"), (r"([¼½¾⅐-⅞])", r" \1"),
     (r"(?s)^.+", lambda text: unicodedata.normalize("NFKC", text[0])[:LONGEST_ANSWER]),
     (_MARKS, ""),
@@ -1974,8 +1974,8 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     # {x | x > 1}, {x ∈ R : x > 1} and (x > 1) are x > 1
     (r"^ ?(?:‹ ?\\?\w+ ?(?:∈ ?R ?)?[|:](.*[<>≤≥≠].*)›[ .]*|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),
     (r"^ ?(?:R|[Aa]ll real numbers)[ .]*$", r"(-\\infty ,\\infty )"), (r"(?<=[)\]]) ?U ?(?=[(\[])", "∪"),
+    # formulas: |x| is a product with a letter of its own, \abs, like \floor and \ceil above; \frac12 is \frac{1}{2}
     (r"\|([^|]+)\|", r"(\\abs (\1))"),
-    # numbers: \frac12 is \frac{1}{2}
     (r"\\(frac|binom|log_) ?(\w)", r"\\\1{\2}"), (r"(\\(?:frac|binom)\{[^{}]*\}) ?(\w)", r"\1{\2}"),
     # 2 1/2 and 2\frac{1}{2} are (2+1/2), 0.1\overline{6} is (0.10+6/90), 1.5 x 10^3 is 1.5*10^3
     (r"(?<![\w.^)}])(\d+)(?: (\d+/\d+)| ?(\\frac\{\d+\}\{\d+\}))", r"(\1+\2\3)"),
@@ -2078,14 +2078,13 @@ def _parts(text: str) -> tuple[str, list[str]]:
 
 
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
-    """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, an inequality of one letter with its interval."""
+    """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, but x^2 = 5 does not; x ≥ 5 agrees with [5, \\infty)."""
     if kind[-1] == "=":
         is_name = re.fullmatch(r"(?!-)\D*(?:_\{?\d+\}?|(?:\^\{-1\})?\(-?[^()+-]*\))?\s*", sides[0])  # x, x_1, f(-2)
         return _same(sides[-1], plain, depth) and (bool(is_name) or _same_value(sides[0], plain))
-    if len(sides) == 2 and _LETTER.fullmatch(sides[0]):  # x < 3 is -\infty < x < 3
-        kind, sides = "<" + kind, ["-\\infty", *sides]
-    elif len(sides) == 2:
-        kind, sides = kind + "<", [*sides, "\\infty"]
+    if len(sides) == 2:  # x < 3 is -\infty < x < 3
+        at_left = _LETTER.fullmatch(sides[0])
+        kind, sides = ("<" + kind, ["-\\infty", *sides]) if at_left else (kind + "<", [*sides, "\\infty"])
     if len(sides) != 3 or not _LETTER.fullmatch(sides[1]) or not set(kind) <= {"<", "≤"} or plain[0] not in "([":
         return False
     return _same(f"{'[' if kind[0] == '≤' else '('}{sides[0]},{sides[2]}{']' if kind[1] == '≤' else ')'}", plain, depth)
@@ -2113,15 +2112,17 @@ _UNIT = re.compile(r"""
         | (?<=\s) k? (?: [NJVAWCFsh] | Hz | eV | Pa ) ) (?![A-Za-z])
       (?: \s? \^-?[23] | [23] | \s? \^? \{-?[23]\} | [\s./()-]+ (?: [A-Za-z]{2,} | [ahmsA-Z] ) (?![A-Za-z]) )* [\s.)]*
     | (?<=\d) _ \{?\d+\}? )$""", re.X)
-_UNITS = {"m": "meter", "mi": "mile", "mph": "mile/hour", "per": "/", "foot": "feet", "g": "gram", "lb": "pound",
-          "lbs": "pound", "oz": "ounce"}
+_UNITS = {"m": "meter", "mi": "mile", "g": "gram", "lb": "pound", "lbs": "pound", "oz": "ounce", "per": "/",
+          "mph": "mile/hour", "foot": "feet"}
 
 
 def _same_value(a: str, b: str) -> bool:
-    """Compare two numbers, formulas or texts, and their units where both have one."""
+    """Compare two numbers, formulas or texts, and units where both have one: 5 km is 5 and 5 kilometers, but not 5 cm.
+    Of two units, the shorter must have letters of the longer in their order, as most abbreviations do.
+    """
     (a, a_unit), (b, b_unit) = _split_unit(a), _split_unit(b)
     short, long = sorted((a_unit, b_unit), key=len)
-    if short and not re.fullmatch("[a-z]*?".join(map(re.escape, short)) + "[a-z]*", long):  # km is kilometers, not cm
+    if short and not re.fullmatch("[a-z]*?".join(map(re.escape, short)) + "[a-z]*", long):
         return False
     if a == b or a.lower() == b.lower() and re.search(r"(?<!\\)\b[a-zA-Z]{2}", a):  # words in any case, but x is not X
         return True
@@ -2168,8 +2169,8 @@ def _factorial(n):
 
 _OF_TWO = {"frac": operator.truediv, "binom": lambda n, k: _factorial(n) / _factorial(k) / _factorial(n - k)}
 _OPERATORS = {  # how strongly it binds, what it does
-    "\\over": (1, operator.truediv), "\\choose": (1, _OF_TWO["binom"]), "+": (2, operator.add), "-": (2, operator.sub),
-    "*": (3, operator.mul), "/": (3, operator.truediv), "^": (4, _power), "!": (5, _factorial)}
+    "+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul), "/": (2, operator.truediv),
+    "^": (3, _power), "!": (4, _factorial)}
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf, "infinity": math.inf, "inf": math.inf}
 _FUNCTIONS = {name: getattr(cmath, name) for name in "sin cos tan sinh cosh tanh exp".split()} | {
@@ -2198,12 +2199,12 @@ def _values(text: str) -> list:
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
     tokens, values = [], []  # a stack with the first token on top, and ";" at the bottom
 
-    def accept(token):
+    def accept(token):  # take the next token if it is this one
         return tokens[-1] == token and tokens.pop()
 
     def begins_factor():  # 2x, 2(x + 1) and x\sin x are products
         token = tokens[-1]
-        return token in _CLOSING or token.lstrip("\\")[:1].isalpha() and token not in _OPERATORS
+        return token in _CLOSING or token.lstrip("\\")[:1].isalpha()
 
     def read(strength):  # an atom and those operators after it that bind more strongly than this
         value = atom()
@@ -2222,7 +2223,7 @@ def _values(text: str) -> list:
         if token[0].isdigit() or token[0] == ".":
             return Fraction(token)
         if token in ("+", "-"):
-            return read(3) if token == "+" else -read(3)
+            return read(2) if token == "+" else -read(2)
         if token in _CLOSING:
             value = read(0)
             if not accept(_CLOSING[token]):
@@ -2239,15 +2240,15 @@ def _values(text: str) -> list:
             if exponent == -1 and f"arc{token}" in _FUNCTIONS:  # \tan^{-1} 2 is \arctan 2, not \cot 2
                 token, exponent = f"arc{token}", 1
             bracketed = tokens[-1] in _CLOSING
-            value = atom() if tokens[-1] in ("(", "[") else read(3)  # \sin(x)^2 is the square of a sine
+            value = atom() if tokens[-1] in ("(", "[") else read(2)  # \sin(x)^2 is the square of a sine
             while not bracketed and begins_factor() and tokens[-1] not in {*_CLOSING, *_FUNCTIONS}:
-                value = value * read(3)  # \cos 2x
+                value = value * read(2)  # \cos 2x
             return (_FUNCTIONS[token](complex(value)) / cmath.log10(base)) ** exponent  # log10(10) is 1
         if token in _CONSTANTS:
             return _CONSTANTS[token]
         if token[0].isalpha() and (len(token) == 1 or token[1] == "_") or token[0] == "\\":
             name = re.sub(r"[\\{} ]", "", token).encode()
-            return Fraction(pow(int.from_bytes(name, "big"), 5, modulus) + 1, 97)  # a + d is not b + c
+            return Fraction(pow(int.from_bytes(name, "big"), 5, modulus) + 1, 97)  # a power, for a + d is not b + c
         raise ValueError
 
     for modulus in (1009, 1013, 1019):
