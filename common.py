@@ -1827,7 +1827,7 @@ def load_reward_function(spec: str):
 LONGEST_COMPLETION, LONGEST_ANSWER = 20_000, 400  # characters; of a completion, the last ones
 LONGEST_LIST, DEEPEST, MOST_BITS = 20, 30, 8_000  # items in any order; braces around a box; size of an exact number
 
-_BARE_BOX = re.compile(r"\\boxed +([^\s\\${}]+)")
+_BARE_BOX = re.compile(r"\\boxed +([^\s\\${}]+)")  # \boxed 5
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.S | re.I)
 _HEADING = re.compile(r"""
     ^[ \t]* (?:
@@ -1840,7 +1840,7 @@ _HEADING = re.compile(r"""
       (?! \**(?: Step | Solution | Explanation | Verification | Conclusion | \d+[.):][ ]+[A-Za-z] ) )
     ) (\**[^\s*].*)""", re.X | re.M)
 _BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|(?P<open>\{)|(?P<close>\})|\\[{}]")
-_BETWEEN_BOXES = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")
+_BETWEEN_BOXES = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")  # what may stand there beside "and" or a comma
 _PHRASE = re.compile(r"""
     # "The final answer is: 18", "The answer to the question (in dollars) is 18"; not "The answer is correct"
     ^.* (?: answers? | correct[ ](?:option|choice) ) (?: [ ](?: \( | to[ ] | in[ ] ) [^\n:=]{,50} )?
@@ -2117,13 +2117,14 @@ _UNITS = {"m": "meter", "mi": "mile", "g": "gram", "lb": "pound", "lbs": "pound"
 
 
 def _same_value(a: str, b: str) -> bool:
-    """Compare two numbers, formulas or texts, and units where both have one: 5 km is 5 and 5 kilometers, but not 5 cm.
-    Of two units, the shorter must have letters of the longer in their order, as most abbreviations do.
-    """
+    """Compare two numbers, formulas or texts, and units where both have one: 5 km is 5 and 5 kilometers, but not 5 cm."""
     (a, a_unit), (b, b_unit) = _split_unit(a), _split_unit(b)
     short, long = sorted((a_unit, b_unit), key=len)
-    if short and not re.fullmatch("[a-z]*?".join(map(re.escape, short)) + "[a-z]*", long):
-        return False
+    if short:  # most abbreviations are letters of the word, in their order; signs and digits are not left out
+        letters = iter(long)
+        abbreviates = short[0] == long[0] and all(letter in letters for letter in short)
+        if not abbreviates or re.findall("[^a-z]", short) != re.findall("[^a-z]", long):
+            return False
     if a == b or a.lower() == b.lower() and re.search(r"(?<!\\)\b[a-zA-Z]{2}", a):  # words in any case, but x is not X
         return True
     if re.fullmatch("[A-Z ]{2,}", a) and re.fullmatch("[A-Z ]{2,}", b):  # capitals are no product: ABC is not CAB
