@@ -2000,7 +2000,7 @@ def _clean(text: str) -> str:
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
-_LETTER = re.compile(r"\\?[^\W\d_]+(?:_\{?\w+\}?)? ?")  # also \lambda and x_1
+_LETTER = re.compile(r"\\?[^\W\d_]+(?:_\{?\w+\}?)? ?")  # a name alone: x, \lambda, x_1
 _RELATIONS = set("=<≤≠")  # `_parts` turns > and ≥ around
 
 
@@ -2080,7 +2080,7 @@ def _parts(text: str) -> tuple[str, list[str]]:
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, but x^2 = 5 does not; x ≥ 5 agrees with [5, \\infty)."""
     if kind[-1] == "=":
-        is_name = re.fullmatch(r"(?!-)\D*(?:_\{?\d+\}?|(?:\^\{-1\})?\(-?[^()+-]*\))?\s*", sides[0])  # x, x_1, f(-2)
+        is_name = re.fullmatch(r"(?!-)\D*(?:_\{?[\d/]+\}?|(?:\^\{-1\})?\(-?[^()+-]*\))?\s*", sides[0])  # x, x_1, f(-2)
         return _same(sides[-1], plain, depth) and (bool(is_name) or _same_value(sides[0], plain))
     if len(sides) == 2:  # x < 3 is -\infty < x < 3
         at_left = _LETTER.fullmatch(sides[0])
@@ -2117,7 +2117,7 @@ _UNITS = {"m": "meter", "mi": "mile", "g": "gram", "lb": "pound", "lbs": "pound"
 
 
 def _same_value(a: str, b: str) -> bool:
-    """Compare two numbers, formulas or texts, and units where both have one: 5 km is 5 and 5 kilometers, but not 5 cm."""
+    """Compare two numbers, formulas or texts, and units where both have one: 5 km is 5 and 5 kilometers, not 5 cm."""
     (a, a_unit), (b, b_unit) = _split_unit(a), _split_unit(b)
     short, long = sorted((a_unit, b_unit), key=len)
     if short:  # most abbreviations are letters of the word, in their order; signs and digits are not left out
