@@ -1989,10 +1989,11 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
 def _clean(text: str) -> str:
     """The same answer in the one spelling that the functions below expect:
 
-    "\\$1{,}234.50"                    -> "1234.50"           no currency, no percent sign
-    "\\dfrac12 \\text{ cm}"            -> "\\frac{1}{2} cm"   units are plain words
-    "\\left\\{1 \\text{ or } 2\\right\\}" -> "‹1,2›"         a set stands in ‹…›, since braces only group
-    "x \\in [1, 2)" and "x \\geq 1"    -> "[1, 2)", "x ≥ 1"  a relation is one character
+    "\\$1{,}234.50"            -> "1234.50"          no currency, no percent sign
+    "\\dfrac12 \\text{ cm}"    -> "\\frac{1}{2} cm"  units are plain words
+    "\\{1 \\text{ or } 2\\}"   -> "‹1 , 2›"          a set stands in ‹…›, since braces only group
+    "x \\in [1, 2)"            -> "[1, 2)"           what a letter lies in
+    "x \\geq 1"                -> "x ≥ 1"            a relation is one character
     """
     for pattern, ours in _REWRITES:
         text = pattern.sub(ours, text)
