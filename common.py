@@ -1933,6 +1933,8 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 base 2
     (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),
     (r"[({](\d\w*)[)}] ?(?=_[\d{])| ?\(?\bbase (\d+)\)?", lambda base: base[1] or f"_{base[2]}"),
+    # \begin{cases} x = 1 \\ y = 2 \end{cases} is x = 1, y = 2
+    (r"\\begin\{cases\}((?:(?!\\end\{cases).)*)\\end\{cases\}", lambda system: system[1].replace(r"\\", ",")),
     # matrices: \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} is [[1,2],[3,4]]; a factor before one goes to each entry
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["),
     (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),
@@ -1948,7 +1950,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     # {x | x > 1}, {x ∈ R : x > 1} and (x > 1) are x > 1
     (r"^ ?(?:‹ ?\\?\w+ ?(?:∈ ?R ?)?[|:](.*[<>≤≥≠].*)›[ .]*|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),
     (r"^ ?(?:R|[Aa]ll real numbers)[ .]*$", r"(-\\infty ,\\infty )"), (r"(?<=[)\]]) ?U ?(?=[(\[])", "∪"),
-    # formulas: |x| is a product with a letter of its own, \abs, like \floor and \ceil above; \frac12 is \frac{1}{2}
+    # formulas: |x| is \abs (x), like \floor and \ceil above; \frac12 is \frac{1}{2}
     (r"\|([^|]+)\|", r"(\\abs (\1))"),
     (r"\\(frac|binom|log_) ?(\w)", r"\\\1{\2}"), (r"(\\(?:frac|binom)\{[^{}]*\}) ?(\w)", r"\1{\2}"),
     # 2 1/2 and 2\frac{1}{2} are (2+1/2), 0.1\overline{6} is (0.10+6/90), 1.5 x 10^3 is 1.5*10^3
@@ -2057,6 +2059,8 @@ def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     if kind[-1] == "=":
         is_name = re.fullmatch(r"(?!-)\D*(?:_\{?[\d/]+\}?|(?:\^\{-1\})?\(-?[^()+-]*\))?\s*", sides[0])  # x, x_1, f(-2)
         return _same(sides[-1], plain, depth) and (bool(is_name) or _same_value(sides[0], plain))
+    if kind == "≠" and _LETTER.fullmatch(sides[0]):
+        return _same(f"(-\\infty,{sides[1]})∪({sides[1]},\\infty)", plain, depth)
     if len(sides) == 2:  # x < 3 is -\infty < x < 3
         at_left = _LETTER.fullmatch(sides[0])
         kind, sides = ("<" + kind, ["-\\infty", *sides]) if at_left else (kind + "<", [*sides, "\\infty"])
@@ -2136,11 +2140,26 @@ def _bits(value) -> int:
 def _power(base, exponent):
     if _bits(exponent) and _bits(base) * abs(exponent) > MOST_BITS:
         raise ValueError
+    # The real root: (-8)^{1/3} and \sqrt[3]{-8} are -2. (A letter, as in (-1)^n, is a fraction of denominator 97.)
+    if _bits(base) and _bits(exponent) and base < 0 and exponent.denominator in range(3, 97, 2):
+        return (-1) ** exponent.numerator * (-base) ** exponent
     return base ** exponent
 
 
 def _factorial(n):
     return Fraction(math.factorial(int(n))) if n == int(n) and 0 <= n < 200 else math.gamma(n + 1)  # n may be a letter
+
+
+_STEPS = {"\\abs": abs, "\\floor": math.floor, "\\ceil": math.ceil}
+
+
+def _step(name, value):
+    """|x|, ⌊x⌋ or ⌈x⌉ of a number. Letters stand for positive fractions of denominator 97, for which |x| would be x; a
+    value that depends on them becomes one that no other formula has."""
+    if _bits(value) and value.denominator % 97:
+        return Fraction(_STEPS[name](value))
+    value = abs(value) if name == "\\abs" else value  # |x - 1| is |1 - x|
+    return 1 + Fraction(zlib.crc32(f"{name} {complex(value):.9g}".encode()), 97 << 25)
 
 
 _OF_TWO = {"frac": operator.truediv, "binom": lambda n, k: _factorial(n) / _factorial(k) / _factorial(n - k)}
@@ -2207,6 +2226,8 @@ def _values(text: str) -> list:
             return value
         if token in _OF_TWO:
             return _OF_TWO[token](atom(), atom())
+        if token in _STEPS:
+            return _step(token, atom())
         if token == "sqrt":
             index = atom() if tokens[-1] == "[" else 2
             return _power(atom(), 1 / index)
@@ -2289,7 +2310,8 @@ def make_optimizer(model, cfg, betas=(0.9, 0.999)):
         layer.requires_grad_(False)
     if cfg.gradient_checkpointing:  # its second name is the only one before transformers 5.23
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        with one_line_errors("--gradient_checkpointing"):  # some architectures lack it
+            enable({"use_reentrant": False})
         for module in model.modules():  # layers recompute in training mode only; all else stays in evaluation mode
             module.training = hasattr(module, "gradient_checkpointing")
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=betas, weight_decay=0.0, fused=True)

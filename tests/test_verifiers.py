@@ -169,7 +169,9 @@ SAME = [
     ("all real numbers", "\\mathbb{R}"), ("\\text{All real numbers}", "\\mathbb{R}"),
     ("(-inf,2) U (3,\\infty)", "(-\\infty,2)\\cup(3,\\infty)"),
     ("1 \\pm \\sqrt{19}.", "1+\\sqrt{19}, 1-\\sqrt{19}"), ("\\frac{\\sqrt{3}}3", "\\frac{1}{\\sqrt3}"), ("\\log_23", "\\log_2 3"),
-    ("\\textbf{(B)}\\ 1,234", "1234"), ("\\sqrt13", "\\sqrt{13}")]
+    ("\\textbf{(B)}\\ 1,234", "1234"), ("\\sqrt13", "\\sqrt{13}"), ("\\sqrt[3]{-8}", "-2"), ("(-8)^{2/3}", "4"),
+    ("|x-1|", "\\left|1-x\\right|"), ("|-5|", "5"), ("\\lfloor 7/2 \\rfloor", "3"), ("\\lceil -7/2 \\rceil", "-3"),
+    ("\\begin{cases} x=5 \\\\ y=2 \\end{cases}", "x=5,y=2"), ("x\\neq 2", "(-\\infty,2)\\cup(2,\\infty)")]
 
 
 @pytest.mark.parametrize("a, b", SAME)
@@ -225,6 +227,7 @@ def test_the_same_answer_written_another_way(a, b):
     ("x_1=\\sqrt2, x_2=\\sqrt3", "x_1=\\sqrt3, x_2=\\sqrt2"), ("a_n", "a_n+\\pi"),
     ("f(x)=|x|", "f(x)=x"), ("\\ln|x|+C", "\\ln x+C"), ("|x|<2", "x<2"), ("A<B>C", "A>B>C"), ("x₁+x₂", "3x"),
     ("x2", "2x"), ("A1", "A"), ("\\lfloor n/2 \\rfloor", "\\lfloor n/3 \\rfloor"),
+    ("\\lfloor n/2 \\rfloor", "\\frac{\\lfloor n \\rfloor}{2}"), ("|x|+|y|", "|x+y|"),
     ("\\lceil 7/2 \\rceil", "3"), ("\\lfloor x_1 \\rfloor", "1"), ("(0,\\pm 3)", "(0,3,-3)"), ("(A) 5, (B) 6", "A"),
     ("A: 5, B: 6", "A"), ("(B) 45", "A"), ("x\\ne 2", "(-\\infty,3)\\cup(3,\\infty)"),
     ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # units: no search among the ways to abbreviate
