@@ -113,7 +113,7 @@ class RunConfig:
     log_to: Literal["none", "tensorboard", "wandb"] = flag("none", "a second log, beside metrics.jsonl")
     save_every: int = flag(50, "steps between checkpoints")
     eval_every: int = flag(20, "steps between evaluations; there is one before the first step and one after the last")
-    eval_samples: int = flag(1, "k: beside greedy decoding, sample k completions a problem for avg@k and pass@k")
+    eval_samples: int = flag(1, "k: beside greedy decoding, sample k completions per problem for avg@k and pass@k")
     micro_batch_tokens: int = flag(4096, "padded tokens per forward and backward pass: lower it when memory runs out")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, 1/3 more time")
     freeze_layers: float = flag(0.0, "this share of the layers, from the first, does not train")
@@ -171,7 +171,7 @@ def launch(main, Config) -> None:
     sys.stderr.write, sys.stderr.flush = outliving_reader(sys.stderr.write), outliving_reader(sys.stderr.flush)
     try:
         main(parse_config(Config, sys.argv[1:]))
-    except KeyboardInterrupt:  # before the first step, from which on `Run.note_signal` handles it: nothing to save yet
+    except KeyboardInterrupt:  # before `Run.start`, which leaves signals to `Run.note_signal`: nothing to save yet
         sys.exit(130)
     except (UserError, torch.OutOfMemoryError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -824,7 +824,7 @@ class Preference:
     answers: list[str]
     answer_ids: list[list[int]]   # each ends with EOS, unless it was cut
     scores: list[float]           # falling; equal ones are a tie and make no pair
-    margin: float = 0.0           # optional `margin` of a row: how much better the better answer is
+    margin: float = 0.0           # optional `margin` of a row: by how much r⁺ should exceed r⁻
     ref_logprobs: torch.Tensor | None = None  # [K] of the answers under the reference, once dpo.py has computed them
 
     @property
@@ -1193,7 +1193,7 @@ class RoomyLayer(DynamicLayer):
         return self.length
 
     def reorder_cache(self, stay) -> None:
-        """Row i becomes row stay[i], for as many rows as `stay` has. Only those that move are copied."""
+        """Row i takes what row stay[i] holds, for as many rows as `stay` has. Only rows that move are copied."""
         i = (stay != torch.arange(len(stay), device=stay.device)).nonzero()[:, 0]
         for x in (self.keys, self.values):
             x[i, :, :self.length] = x[stay[i], :, :self.length]

@@ -40,7 +40,7 @@ class Config(common.RunConfig):
     overlong_buffer: int = flag(8, "length is penalized from this many tokens before the cut (paper: 4,096); 0: never")
     overlong_filtering: bool = flag(False, "leave truncated completions out of the loss, but not out of their group")
     loss_average: Literal["token", "prompt", "sequence"] = flag(
-        "token", "mean over all tokens, over each prompt's first (eq. 12), or over each completion's first (GRPO)")
+        "token", "mean over all tokens, or first over those of each prompt (eq. 12) or of each completion (GRPO)")
     minibatches: int = flag(1, "minibatches per rollout batch; each is one optimizer step")
     updates_per_batch: int = flag(1, "μ: passes over a rollout batch, always in the same minibatches (paper: 1)")
     clip_low: float = flag(0.2, "ε_low: ratios are clipped to at least 1 − ε_low (paper: 0.2)")

@@ -8,7 +8,7 @@ arXiv:2203.02155; details from "The N+ Implementation Details of RLHF with PPO",
     minimize  1/Σ|o_j| Σ_{i,t}  ½ max((V − V̂)², (clip(V, V_old ± ε_v) − V̂)²),   V̂ = Â + V_old
 
 The critic V is a second network: before each token, it predicts the sum of the rewards still to come. GRPO has none and
-compares whole completions instead.
+compares whole completions instead. For the policy's loss, though not for V̂, Â is whitened over each minibatch.
 
 Without flags, the script teaches the built-in tiny model to add, on a CPU, in about a minute. README.md shows how to
 train real models on your own data, on one GPU or many.

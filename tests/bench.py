@@ -1,7 +1,7 @@
 """Speed and memory of what the scripts are made of, and of TRL on the same work. Nothing to download: random weights.
 
     python tests/bench.py [--device cuda] [--model tiny|qwen-0.5b|qwen-1.5b|qwen-7b] [--only rollout,logprobs,step]
-                          [--against trl] [--threads 2] [--rounds 3] [--flags="--kl_coef 0 …"] [--out FILE.json]
+                          [--against trl] [--threads 2] [--repeats 5] [--rounds 3] [--flags="…"] [--out FILE.json]
 
     rollout   `sample` against `model.generate`: fixed lengths, and ragged ones (ends drawn at random)
     logprobs  forward and backward of `token_logprobs` against all logits at once (and TRL's fused head)
@@ -290,7 +290,7 @@ def ours(args, script: str, flags: list[str]) -> dict:
 def step(args, flags: list[str]) -> dict:
     """Where a step of grpo.py goes: the functions it calls are timed from outside."""
     import grpo
-    spent, rows, marks = {}, [], {}
+    spent, marks = {}, {}
 
     def spy(module, name, part):
         function = getattr(module, name)
@@ -548,7 +548,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--model", default="tiny", choices=[name for name in SHAPES if name != "logprobs"])
     parser.add_argument("--only", default="",
-                        help="rollout,logprobs,step,trl,race (trl, race: with --against); grpo,dpo,reward_model,ppo of trl")
+                        help="rollout,logprobs,step,memory; with --against: trl (or grpo,dpo,reward_model,ppo),race")
     parser.add_argument("--against", choices=["trl"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=5)

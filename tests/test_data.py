@@ -421,5 +421,4 @@ def test_preferences_have_no_default_system_prompt():
 
 
 def test_numpys_numbers_are_numbers():
-    import numpy as np
     assert all(map(common.is_number, (1, 0.5, np.float32(0.5), np.int64(3), np.bool_(True))))

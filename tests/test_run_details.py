@@ -41,7 +41,7 @@ def test_the_default_directory(tmp_path, monkeypatch):
 
 
 def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path, monkeypatch):
-    run = begin(tmp_path, monkeypatch)[0]
+    begin(tmp_path, monkeypatch)
     for name in common.Run.WRITES:
         path = tmp_path / "run" / name
         if not path.exists():
