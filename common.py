@@ -7,9 +7,9 @@
     sampling        sample -> Rollout
     log-probs       token_logprobs, token_values, micro_batches
     rewards         load_reward
-    verifiers       extract_answer, is_equivalent, format_reward
     evaluation      evaluate
     the run         make_optimizer, Meter, Run (updates, metrics, checkpoints, signals)
+    verifiers       extract_answer, is_equivalent, format_reward: these stand alone
 
 Shapes:  P prompts, G completions of each, N = P·G rows, L padded prompt length, T padded completion length,
          V vocabulary, H hidden size, B rows of a micro-batch.
@@ -384,7 +384,9 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
     if cfg.model != "tiny":
-        sizes = ("lr", "value_lr", "max_new_tokens", "overlong_buffer")
+        sizes = ["lr", "value_lr", "overlong_buffer"]
+        if getattr(cfg, "on_policy", True):  # otherwise dpo.py reads its answers from a file
+            sizes.append("max_new_tokens")
         defaults = [f"--{size} {value}" for size, value in vars(cfg).items()
                     if size in sizes and value == getattr(type(cfg), size, None)]
         if defaults:
@@ -1785,6 +1787,400 @@ def load_reward_function(spec: str):
     return checked
 
 
+# -------------------------------------------------------------------------------------------------- evaluation
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of k samples is right (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def evaluate(policy, tokenizer, problems: list[Problem], score, cfg) -> dict[str, float]:
+    """Greedy accuracy and, with --eval_samples k > 1, avg@k and pass@k. Leaves the random state as it was.
+
+    problems: from `encode_prompts`; score: from `load_reward`.
+    """
+    if not problems:
+        return {}
+    prompts = [problem.prompt_ids for problem in problems]
+    _, correct = score(problems, sample(policy, tokenizer, prompts, 1, cfg.max_new_tokens, greedy=True))
+    metrics = {"eval_accuracy": correct.float().mean().item()}
+    if cfg.eval_samples > 1:
+        k = cfg.eval_samples
+        with torch.random.fork_rng(devices=[]):
+            _, correct = score(problems, sample(policy, tokenizer, prompts, k, cfg.max_new_tokens, cfg.temperature))
+        metrics[f"eval_avg@{k}"] = correct.float().mean().item()
+        metrics[f"eval_pass@{k}"] = float(np.mean([pass_at_k(k, c, k) for c in correct.sum(1).tolist()]))
+    return metrics
+
+
+# ----------------------------------------------------------------------------------------------------- the run
+
+def say(message: str) -> None:
+    """Print a line on rank 0's stderr without breaking the progress bar."""
+    if rank() == 0:
+        tqdm.write(message, file=sys.stderr)
+
+
+def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
+    """Say so when all advantages of a step are 0, and what to try: it is no bug, but nothing is learned either."""
+    if not advantages.any():
+        say(f"step {step}: the rewards of every group are equal, so all advantages are 0 and nothing is learned. If "
+            "this goes on: easier or harder problems, a larger --group_size, a higher --temperature, more "
+            "--max_new_tokens, or --format_reward 0.1 to begin with")
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of the values where the mask is true; 0 where it never is. For metrics; losses have weights."""
+    return values.detach().where(mask, 0).sum() / mask.sum().clamp(min=1)
+
+
+def make_optimizer(model, cfg, betas=(0.9, 0.999)):
+    """(AdamW, learning-rate schedule) for a model. Also applies --freeze_layers and --gradient_checkpointing to it."""
+    layers = decoder_layers(model)
+    for layer in layers[:int(cfg.freeze_layers * len(layers))]:
+        layer.requires_grad_(False)
+    if cfg.gradient_checkpointing:  # its second name is the only one before transformers 5.23
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        with one_line_errors("--gradient_checkpointing"):  # some architectures lack it
+            enable({"use_reentrant": False})
+        for module in model.modules():  # layers recompute in training mode only; all else stays in evaluation mode
+            module.training = hasattr(module, "gradient_checkpointing")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=betas, weight_decay=0.0, fused=True)
+    updates = cfg.steps * getattr(cfg, "minibatches", 1) * getattr(cfg, "updates_per_batch", 1)
+    name = "constant_with_warmup" if cfg.lr_schedule == "constant" else cfg.lr_schedule
+    return optimizer, transformers.get_scheduler(name, optimizer, cfg.warmup_steps, updates)
+
+
+class Meter:
+    """Weighted means over micro-batches and ranks. They stay on the device until `means` asks for them."""
+
+    def __init__(self):
+        self.sums = {}  # name: (Σ weight · value, Σ weight)
+
+    def add(self, weight, /, **values) -> None:
+        for name, value in values.items():
+            total, weights = self.sums.get(name, (0.0, 0.0))
+            self.sums[name] = total + value * weight, weights + weight
+
+    def means(self) -> dict[str, float]:
+        """Collective."""
+        sums = torch.tensor([[float(s), float(w)] for s, w in self.sums.values()], dtype=torch.float64)
+        return {name: s / w if w else 0.0 for name, (s, w) in zip(self.sums, sum_over_ranks(sums).tolist())}
+
+
+class Run:
+    """Everything around the training loop that is not the algorithm. A run
+
+    refuses to overwrite        `check_directory`: an earlier run is continued or replaced only if a flag says so
+    skips non-finite updates    `optimizer_step`
+    logs                        `end_step`: metrics.jsonl, the progress bar, --log_to
+    stops after a whole step    `end_step`: on Ctrl-C, SIGTERM or too many skipped updates; it saves first
+    saves atomically            `save_checkpoint`: killed at any moment, it leaves a complete checkpoint
+    resumes exactly             `load_checkpoint`: its numbers are those of a run that was never stopped
+    """
+
+    WRITES = ("metrics.jsonl", "samples.jsonl", "checkpoint", "model", "tensorboard", "config.json")
+    # All other flags must stay the same when a run is resumed.
+    MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "eval_every", "eval_samples",
+                  "max_bad_steps", "micro_batch_tokens", "gradient_checkpointing"}
+
+    def __init__(self, cfg):
+        """Check the output directory, join the other ranks, set the seed. Nothing is written before `start`."""
+        self.cfg = cfg
+        self.script = Path(sys.argv[0]).name
+        self.directory = Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
+        self.next_step = 0  # step 0 is the evaluation before training
+        self.bad_steps = collections.Counter()  # skipped updates in a row, by the model's name: PPO trains two
+        self.stop_signal = 0
+        self.extra = {}  # numbers of the script's own, set before `start`: checkpoints keep them
+        self.check_directory()
+        if cfg.log_to != "none" and not importlib.util.find_spec(cfg.log_to):
+            raise UserError(f"--log_to {cfg.log_to}: pip install {cfg.log_to}")
+        # torch.distributed.checkpoint warns that it runs in one process, and logs a traceback for a damaged file, which
+        # `load_checkpoint` reports in one line.
+        warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
+        logging.getLogger().addFilter(lambda record: "torch/distributed/checkpoint" not in record.pathname)
+        self.device = setup_device()
+        transformers.set_seed(cfg.seed)
+
+    def check_directory(self):
+        """Raise UserError if OUTPUT_DIR cannot be written, or holds a run that the flags do not continue or replace."""
+        cfg, directory = self.cfg, self.directory
+        with one_line_errors(f"--output_dir {directory}: not usable, or its config.json damaged"):
+            existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
+            config = directory / "config.json"
+            saved = json.loads(config.read_text()) if config.exists() else {}
+            script, flags = saved.get("script"), saved.get("flags")  # a model's config.json has neither
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise UserError(f"--output_dir {directory}: {existing} is a file or write-protected")
+        held = [name for name in self.WRITES if (directory / name).exists()]
+        if cfg.resume:
+            if not self.checkpoints():
+                raise UserError(f"--resume: no checkpoint in {directory / 'checkpoint'}")
+            if script != self.script:
+                raise UserError(f"--resume: {directory} holds a run of {script}, not of {self.script}")
+            for name, value in vars(cfg).items():
+                if name not in self.MAY_CHANGE and flags.get(name) != value:
+                    raise UserError(f"--resume: --{name} was {flags.get(name)!r} and is now {value!r}; "
+                                    "that would be a different run")
+        elif held and not cfg.overwrite:
+            raise UserError(f"--output_dir {directory}: holds a run already; --resume continues it, --overwrite "
+                            "replaces it, another --output_dir leaves it alone")
+        elif held:
+            if flags is None:
+                raise UserError(f"--overwrite: {directory} holds {held[0]}, but no run that could have written it")
+            for needed in (cfg.model, getattr(cfg, "reward", "")):
+                if os.path.isdir(needed) and Path(needed).resolve().is_relative_to(directory.resolve()):
+                    raise UserError(f"--overwrite: {needed} is, or is in, the run that would be replaced")
+
+    def write_config(self):
+        """Create OUTPUT_DIR with its config.json. With --overwrite, remove what the earlier run wrote."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self.cfg.overwrite:
+            for path in [self.directory / name for name in self.WRITES]:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+        config = {"script": self.script, "flags": vars(self.cfg), "commit": commit or None,
+                  "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
+                               "transformers": transformers.__version__, "numpy": np.__version__},
+                  "processes": world_size(), "threads": torch.get_num_threads(), "device": str(self.device)}
+        with open(self.directory / "config.json", "x") as file:  # "x": of two runs started at once, one fails here
+            file.write(json.dumps(config, indent=2) + "\n")
+
+    def start(self, data: Shuffled, **trained) -> None:
+        """Create the output directory, or continue from its checkpoint. Call it when all else is loaded and checked.
+
+        trained: name=(model, optimizer, schedule) of each model that trains. Checkpoints hold these, the position in
+        `data` and `self.extra`.
+        """
+        self.data, self.trained = data, trained
+        with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
+            if self.cfg.resume:
+                self.load_checkpoint()
+                on_main_rank_first(self.drop_later_lines)
+            else:
+                on_main_rank_first(self.write_config)
+                self.save_checkpoint()
+        if rank() == 0:
+            with one_line_errors(f"--log_to {self.cfg.log_to}: it does not start; --resume continues once it can"):
+                self.log = self.open_logger()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.note_signal)
+        # Processes that a reward function forks must not inherit these handlers: terminate() has to end them. Ctrl-C
+        # reaches every process of the terminal, and must not end them, because the run still finishes its step.
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+        self.bar = tqdm(total=self.cfg.steps, initial=max(0, self.next_step - 1), desc=self.script, unit="step",
+                        disable=rank() > 0, dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 30)
+
+    def open_logger(self):
+        """--log_to as a function log(metrics, step); it does nothing for none."""
+        if self.cfg.log_to == "none":
+            return lambda metrics, step: None
+        if self.cfg.log_to == "wandb":
+            import wandb
+            return wandb.init(project="rl", name=self.directory.name, config=vars(self.cfg), dir=self.directory).log
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter(self.directory / "tensorboard", purge_step=self.next_step)  # a resumed run repeats these
+
+        def log(metrics, step):
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()  # the run may be killed before the writer would do it
+        return log
+
+    def note_signal(self, number, frame):
+        """Signal handler: stop after this step. A second signal ends the process at once."""
+        self.stop_signal = number
+        signal.signal(number, signal.SIG_DFL)
+        say(f"{signal.Signals(number).name}: stopping after this step")
+
+    def steps(self):
+        """The numbers of the steps still to do, from 1."""
+        for step in range(max(1, self.next_step), self.cfg.steps + 1):
+            self.began = time.perf_counter()
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            yield step
+
+    def optimizer_step(self, model, optimizer, schedule, loss: torch.Tensor) -> dict[str, float]:
+        """Clip the gradient, update, advance the learning rate, clear the gradient. Collective.
+
+        loss: the sum of this rank's micro-batch losses, detached. A non-finite loss or gradient changes nothing and
+        is counted: see `end_step`. Returns loss, grad_norm (before clipping) and lr.
+        """
+        loss = sum_over_ranks(loss.clone()).item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.cfg.max_grad_norm)
+        norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+        lr = schedule.get_last_lr()[0]
+        name = next(name for name, (trained, *_) in self.trained.items() if trained is model)
+        if math.isfinite(norm) and math.isfinite(loss):
+            optimizer.step()
+            schedule.step()
+            self.bad_steps[name] = 0
+        else:
+            self.bad_steps[name] += 1
+            say(f"{name}: loss {loss}, gradient norm {norm}: update skipped ({self.bad_steps[name]} in a row)")
+        optimizer.zero_grad()
+        return {"loss": loss, "grad_norm": norm, "lr": lr}
+
+    def timing(self, num_tokens: int) -> dict[str, float]:
+        """Time, tokens per second and peak memory of the step so far: call it before the evaluation."""
+        seconds = time.perf_counter() - self.began
+        if self.device.type == "cuda":
+            megabytes = torch.cuda.max_memory_allocated() / 2 ** 20
+        else:  # macOS counts bytes, Linux kilobytes
+            units = 2 ** 20 if sys.platform == "darwin" else 2 ** 10
+            megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units
+        return {"seconds": seconds, "tokens_per_second": int(num_tokens) / seconds, "peak_memory_mb": megabytes}
+
+    def evaluates(self, step: int) -> bool:
+        return step % self.cfg.eval_every == 0 or step == self.cfg.steps
+
+    def log_samples(self, step: int, problems, rollout: Rollout, rewards, advantages) -> None:
+        """Write the first two completions of each of the first four prompts to samples.jsonl."""
+        if rank() == 0:
+            G = rewards.shape[1]
+            self.append("samples.jsonl", [
+                {"step": step, "prompt": problem.prompt, "completion": rollout.completions[p * G + g],
+                 "answer": problem.answer, "reward": rewards[p, g].item(), "advantage": advantages[p * G + g].item()}
+                for p, problem in enumerate(problems[:4]) for g in range(min(2, G))])
+
+    def append(self, name: str, rows: list[dict]) -> None:
+        """Add lines to a file of OUTPUT_DIR."""
+        try:
+            with open(self.directory / name, "a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+        except OSError as error:
+            raise TrainingFailed(f"cannot write {self.directory / name}: {error.strerror}; --resume continues from the "
+                                 "last checkpoint") from error
+
+    def end_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Log the step, save if it is time to, and stop the run if it has to stop. Collective."""
+        if rank() == 0:
+            self.append("metrics.jsonl", [{"step": step, **metrics}])
+            self.log(metrics, step=step)
+            shown = {"reward": ".3f", "accuracy": ".3f", "pair_accuracy": ".3f", "entropy": ".3f",
+                     "tokens_per_second": ".0f"}
+            self.bar.set_postfix({name: format(metrics[name], spec) for name, spec in shown.items() if name in metrics},
+                                 refresh=False)
+            self.bar.update(step > 0)
+        evaluation = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval_")]
+        if evaluation:
+            say(f"step {step}: {', '.join(evaluation)}")
+
+        self.next_step = step + 1
+        stop_signal = max(gather_in_order([self.stop_signal]))
+        failing = max(self.bad_steps.values(), default=0) >= self.cfg.max_bad_steps
+        if step and (stop_signal or failing or step % self.cfg.save_every == 0 or step == self.cfg.steps):
+            self.save_checkpoint()
+        if failing:
+            raise TrainingFailed(f"--max_bad_steps {self.cfg.max_bad_steps}: so many updates in a row had a non-finite "
+                                 "loss or gradient; saved. Look at the data and the reward, or start again with a "
+                                 "lower --lr")
+        if stop_signal:
+            self.close()
+            say(f"stopped after step {step}; continue with the same command and --resume")
+            leave_together(128 + stop_signal)
+
+    def finish(self, model, tokenizer) -> None:
+        """Write OUTPUT_DIR/model."""
+        save_model(model, tokenizer, self.directory / "model")
+        self.close()
+        say(f"saved {self.directory / 'model'}")
+
+    def close(self) -> None:
+        """End the progress bar and W&B's run: with several processes, `leave_together` skips Python's exit handlers."""
+        self.bar.close()
+        if self.cfg.log_to == "wandb":
+            import wandb
+            wandb.finish()
+
+    def checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest first. A directory gets such a name only when all of it is on disk."""
+        return sorted((self.directory / "checkpoint").glob("step-" + 6 * "[0-9]"))
+
+    def state(self) -> dict:
+        """All that a checkpoint holds. The tensors are the live ones: `dcp.load` fills them in place."""
+        state = {"position": self.data.position, "extra": self.extra, "updates": {},
+                 "random": torch.get_rng_state()}  # the same on every rank
+        for name, (model, optimizer, schedule) in self.trained.items():
+            state["updates"][name] = schedule.last_epoch
+            if self.next_step == 0:
+                continue  # the models are as they were loaded
+            state[name] = model.state_dict()  # before named_parameters: FSDP puts its shards back in place here
+            state[f"{name}_optimizer"] = moments = {}
+            for key, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    moments[key] = optimizer.state[parameter]
+                    if not moments[key]:  # no gradient has reached it yet: what AdamW would begin with
+                        moments[key]["step"] = torch.zeros((), device=parameter.device)
+                        moments[key]["exp_avg"] = torch.zeros_like(parameter)
+                        moments[key]["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
+
+    def save_checkpoint(self) -> None:
+        """Write to a temporary directory, flush, rename; only then remove the previous checkpoint. Collective."""
+        final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
+        temporary = final.with_name("unfinished")
+
+        def publish():
+            os.rename(temporary, final)
+            for older in self.checkpoints()[:-1]:
+                shutil.rmtree(older)
+        try:
+            on_main_rank_first(lambda: shutil.rmtree(temporary, ignore_errors=True))  # left by a killed process
+            dcp.save(self.state(), checkpoint_id=temporary)  # flushes its files to disk
+            on_main_rank_first(publish)
+        except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+            shutil.rmtree(temporary, ignore_errors=True)  # it may be what fills the disk
+            intact = self.checkpoints()[-1].name if self.checkpoints() else "no checkpoint"
+            raise TrainingFailed(f"cannot save to {final.parent}: {innermost(error)}; {intact} is intact") from error
+
+    def load_checkpoint(self) -> None:
+        """Restore models, optimizers, schedules, data position and random state from the newest checkpoint."""
+        path = self.checkpoints()[-1]
+        self.next_step = int(path.name.removeprefix("step-"))
+        if self.next_step > self.cfg.steps + 1:  # equal: all steps are done, but model/ may not have been written
+            raise UserError(f"--resume: {self.directory} has done {self.next_step - 1} steps, more than --steps")
+        try:
+            state = self.state()
+            dcp.load(state, checkpoint_id=path)
+        # Damaged files can raise any error, and CheckpointException is not a subclass of Exception.
+        except (Exception, dcp.api.CheckpointException) as error:
+            raise UserError(f"--resume: {path} is damaged or of another model: {innermost(error)}") from error
+        self.data.position, self.extra = state["position"], state["extra"]
+        torch.set_rng_state(state["random"])
+        for name, (_, optimizer, schedule) in self.trained.items():
+            schedule.last_epoch = state["updates"][name]
+            # Not the saved rate: with another --steps, the schedule has another rate for this update.
+            schedule._last_lr = [schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch)]
+            optimizer.param_groups[0]["lr"] = schedule.get_last_lr()[0]
+
+    def drop_later_lines(self) -> None:
+        """Remove log lines written after the checkpoint: their steps are done again."""
+        for path in (self.directory / "metrics.jsonl", self.directory / "samples.jsonl"):
+            if path.exists():
+                lines = path.read_text().splitlines(keepends=True)
+                whole = [line for line in lines if line.endswith("}\n")]  # a killed process may have left half a line
+                temporary = path.with_suffix(".tmp")
+                temporary.write_text("".join(line for line in whole if json.loads(line)["step"] < self.next_step))
+                os.replace(temporary, path)
+
+
+def innermost(error: BaseException) -> str:
+    """The first line of an error's root cause, for a message of one line."""
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__
+    if isinstance(error, dcp.api.CheckpointException):  # it holds an error of each rank that failed
+        return innermost(next(iter(error.failures.values()))[0])
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
 # --------------------------------------------------------------------------------------------------- verifiers
 #
 # How "So $\boxed{\dfrac12\text{ cm}}$." is found to agree with the answer "0.5":
@@ -2254,397 +2650,3 @@ def _values(text: str) -> list:
         if tokens != [";"]:
             raise ValueError
     return values
-
-
-# -------------------------------------------------------------------------------------------------- evaluation
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k samples is right (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
-    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
-
-
-def evaluate(policy, tokenizer, problems: list[Problem], score, cfg) -> dict[str, float]:
-    """Greedy accuracy and, with --eval_samples k > 1, avg@k and pass@k. Leaves the random state as it was.
-
-    problems: from `encode_prompts`; score: from `load_reward`.
-    """
-    if not problems:
-        return {}
-    prompts = [problem.prompt_ids for problem in problems]
-    _, correct = score(problems, sample(policy, tokenizer, prompts, 1, cfg.max_new_tokens, greedy=True))
-    metrics = {"eval_accuracy": correct.float().mean().item()}
-    if cfg.eval_samples > 1:
-        k = cfg.eval_samples
-        with torch.random.fork_rng(devices=[]):
-            _, correct = score(problems, sample(policy, tokenizer, prompts, k, cfg.max_new_tokens, cfg.temperature))
-        metrics[f"eval_avg@{k}"] = correct.float().mean().item()
-        metrics[f"eval_pass@{k}"] = float(np.mean([pass_at_k(k, c, k) for c in correct.sum(1).tolist()]))
-    return metrics
-
-
-# ----------------------------------------------------------------------------------------------------- the run
-
-def say(message: str) -> None:
-    """Print a line on rank 0's stderr without breaking the progress bar."""
-    if rank() == 0:
-        tqdm.write(message, file=sys.stderr)
-
-
-def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
-    """Say so when all advantages of a step are 0, and what to try: it is no bug, but nothing is learned either."""
-    if not advantages.any():
-        say(f"step {step}: the rewards of every group are equal, so all advantages are 0 and nothing is learned. If "
-            "this goes on: easier or harder problems, a larger --group_size, a higher --temperature, more "
-            "--max_new_tokens, or --format_reward 0.1 to begin with")
-
-
-def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of the values where the mask is true; 0 where it never is. For metrics; losses have weights."""
-    return values.detach().where(mask, 0).sum() / mask.sum().clamp(min=1)
-
-
-def make_optimizer(model, cfg, betas=(0.9, 0.999)):
-    """(AdamW, learning-rate schedule) for a model. Also applies --freeze_layers and --gradient_checkpointing to it."""
-    layers = decoder_layers(model)
-    for layer in layers[:int(cfg.freeze_layers * len(layers))]:
-        layer.requires_grad_(False)
-    if cfg.gradient_checkpointing:  # its second name is the only one before transformers 5.23
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        with one_line_errors("--gradient_checkpointing"):  # some architectures lack it
-            enable({"use_reentrant": False})
-        for module in model.modules():  # layers recompute in training mode only; all else stays in evaluation mode
-            module.training = hasattr(module, "gradient_checkpointing")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=betas, weight_decay=0.0, fused=True)
-    updates = cfg.steps * getattr(cfg, "minibatches", 1) * getattr(cfg, "updates_per_batch", 1)
-    name = "constant_with_warmup" if cfg.lr_schedule == "constant" else cfg.lr_schedule
-    return optimizer, transformers.get_scheduler(name, optimizer, cfg.warmup_steps, updates)
-
-
-class Meter:
-    """Weighted means over micro-batches and ranks. They stay on the device until `means` asks for them."""
-
-    def __init__(self):
-        self.sums = {}  # name: (Σ weight · value, Σ weight)
-
-    def add(self, weight, /, **values) -> None:
-        for name, value in values.items():
-            total, weights = self.sums.get(name, (0.0, 0.0))
-            self.sums[name] = total + value * weight, weights + weight
-
-    def means(self) -> dict[str, float]:
-        """Collective."""
-        sums = torch.tensor([[float(s), float(w)] for s, w in self.sums.values()], dtype=torch.float64)
-        return {name: s / w if w else 0.0 for name, (s, w) in zip(self.sums, sum_over_ranks(sums).tolist())}
-
-
-class Run:
-    """Everything around the training loop that is not the algorithm. A run
-
-    refuses to overwrite        `check_directory`: an earlier run is continued or replaced only if a flag says so
-    skips non-finite updates    `optimizer_step`
-    logs                        `end_step`: metrics.jsonl, the progress bar, --log_to
-    stops after a whole step    `end_step`: on Ctrl-C, SIGTERM or too many skipped updates; it saves first
-    saves atomically            `save_checkpoint`: killed at any moment, it leaves a complete checkpoint
-    resumes exactly             `load_checkpoint`: its numbers are those of a run that was never stopped
-    """
-
-    WRITES = ("metrics.jsonl", "samples.jsonl", "checkpoint", "model", "tensorboard", "config.json")
-    # All other flags must stay the same when a run is resumed.
-    MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "eval_every", "eval_samples",
-                  "max_bad_steps", "micro_batch_tokens", "gradient_checkpointing"}
-
-    def __init__(self, cfg):
-        """Check the output directory, join the other ranks, set the seed. Nothing is written before `start`."""
-        self.cfg = cfg
-        self.script = Path(sys.argv[0]).name
-        self.directory = Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
-        self.next_step = 0  # step 0 is the evaluation before training
-        self.bad_steps = collections.Counter()  # skipped updates in a row, by the model's name: PPO trains two
-        self.stop_signal = 0
-        self.extra = {}  # numbers of the script's own, set before `start`: checkpoints keep them
-        self.check_directory()
-        if cfg.log_to != "none" and not importlib.util.find_spec(cfg.log_to):
-            raise UserError(f"--log_to {cfg.log_to}: pip install {cfg.log_to}")
-        # torch.distributed.checkpoint warns that it runs in one process, and logs a traceback for a damaged file, which
-        # `load_checkpoint` reports in one line.
-        warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
-        logging.getLogger().addFilter(lambda record: "torch/distributed/checkpoint" not in record.pathname)
-        self.device = setup_device()
-        transformers.set_seed(cfg.seed)
-
-    def check_directory(self):
-        """Raise UserError if OUTPUT_DIR cannot be written, or holds a run that the flags do not continue or replace."""
-        cfg, directory = self.cfg, self.directory
-        with one_line_errors(f"--output_dir {directory}: not usable, or its config.json damaged"):
-            existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
-            config = directory / "config.json"
-            saved = json.loads(config.read_text()) if config.exists() else {}
-            script, flags = saved.get("script"), saved.get("flags")  # a model's config.json has neither
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise UserError(f"--output_dir {directory}: {existing} is a file or write-protected")
-        held = [name for name in self.WRITES if (directory / name).exists()]
-        if cfg.resume:
-            if not self.checkpoints():
-                raise UserError(f"--resume: no checkpoint in {directory / 'checkpoint'}")
-            if script != self.script:
-                raise UserError(f"--resume: {directory} holds a run of {script}, not of {self.script}")
-            for name, value in vars(cfg).items():
-                if name not in self.MAY_CHANGE and flags.get(name) != value:
-                    raise UserError(f"--resume: --{name} was {flags.get(name)!r} and is now {value!r}; "
-                                    "that would be a different run")
-        elif held and not cfg.overwrite:
-            raise UserError(f"--output_dir {directory}: holds a run already; --resume continues it, --overwrite "
-                            "replaces it, another --output_dir leaves it alone")
-        elif held:
-            if flags is None:
-                raise UserError(f"--overwrite: {directory} holds {held[0]}, but no run that could have written it")
-            for needed in (cfg.model, getattr(cfg, "reward", "")):
-                if os.path.isdir(needed) and Path(needed).resolve().is_relative_to(directory.resolve()):
-                    raise UserError(f"--overwrite: {needed} is, or is in, the run that would be replaced")
-
-    def write_config(self):
-        """Create OUTPUT_DIR with its config.json. With --overwrite, remove what the earlier run wrote."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        if self.cfg.overwrite:
-            for path in [self.directory / name for name in self.WRITES]:
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
-        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-        config = {"script": self.script, "flags": vars(self.cfg), "commit": commit or None,
-                  "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
-                               "transformers": transformers.__version__, "numpy": np.__version__},
-                  "processes": world_size(), "threads": torch.get_num_threads(), "device": str(self.device)}
-        with open(self.directory / "config.json", "x") as file:  # "x": of two runs started at once, one fails here
-            file.write(json.dumps(config, indent=2) + "\n")
-
-    def start(self, data: Shuffled, **trained) -> None:
-        """Create the output directory, or continue from its checkpoint. Call it when all else is loaded and checked.
-
-        trained: name=(model, optimizer, schedule) of each model that trains. Checkpoints hold these, the position in
-        `data` and `self.extra`.
-        """
-        self.data, self.trained = data, trained
-        with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
-            if self.cfg.resume:
-                self.load_checkpoint()
-                on_main_rank_first(self.drop_later_lines)
-            else:
-                on_main_rank_first(self.write_config)
-                self.save_checkpoint()
-        if rank() == 0:
-            with one_line_errors(f"--log_to {self.cfg.log_to}: it does not start; --resume continues once it can"):
-                self.log = self.open_logger()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.note_signal)
-        # Processes that a reward function forks must not inherit these handlers: terminate() has to end them. Ctrl-C
-        # reaches every process of the terminal, and must not end them, because the run still finishes its step.
-        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
-        self.bar = tqdm(total=self.cfg.steps, initial=max(0, self.next_step - 1), desc=self.script, unit="step",
-                        disable=rank() > 0, dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 30)
-
-    def open_logger(self):
-        """--log_to as a function log(metrics, step); it does nothing for none."""
-        if self.cfg.log_to == "none":
-            return lambda metrics, step: None
-        if self.cfg.log_to == "wandb":
-            import wandb
-            return wandb.init(project="rl", name=self.directory.name, config=vars(self.cfg), dir=self.directory).log
-        from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(self.directory / "tensorboard", purge_step=self.next_step)  # a resumed run repeats these
-
-        def log(metrics, step):
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
-            writer.flush()  # the run may be killed before the writer would do it
-        return log
-
-    def note_signal(self, number, frame):
-        """Signal handler: stop after this step. A second signal ends the process at once."""
-        self.stop_signal = number
-        signal.signal(number, signal.SIG_DFL)
-        say(f"{signal.Signals(number).name}: stopping after this step")
-
-    def steps(self):
-        """The numbers of the steps still to do, from 1."""
-        for step in range(max(1, self.next_step), self.cfg.steps + 1):
-            self.began = time.perf_counter()
-            if self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            yield step
-
-    def optimizer_step(self, model, optimizer, schedule, loss: torch.Tensor) -> dict[str, float]:
-        """Clip the gradient, update, advance the learning rate, clear the gradient. Collective.
-
-        loss: the sum of this rank's micro-batch losses, detached. A non-finite loss or gradient changes nothing and
-        is counted: see `end_step`. Returns loss, grad_norm (before clipping) and lr.
-        """
-        loss = sum_over_ranks(loss.clone()).item()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.cfg.max_grad_norm)
-        norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
-        lr = schedule.get_last_lr()[0]
-        name = next(name for name, (trained, *_) in self.trained.items() if trained is model)
-        if math.isfinite(norm) and math.isfinite(loss):
-            optimizer.step()
-            schedule.step()
-            self.bad_steps[name] = 0
-        else:
-            self.bad_steps[name] += 1
-            say(f"{name}: loss {loss}, gradient norm {norm}: update skipped ({self.bad_steps[name]} in a row)")
-        optimizer.zero_grad()
-        return {"loss": loss, "grad_norm": norm, "lr": lr}
-
-    def timing(self, num_tokens: int) -> dict[str, float]:
-        """Time, tokens per second and peak memory of the step so far: call it before the evaluation."""
-        seconds = time.perf_counter() - self.began
-        if self.device.type == "cuda":
-            megabytes = torch.cuda.max_memory_allocated() / 2 ** 20
-        else:  # macOS counts bytes, Linux kilobytes
-            units = 2 ** 20 if sys.platform == "darwin" else 2 ** 10
-            megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units
-        return {"seconds": seconds, "tokens_per_second": int(num_tokens) / seconds, "peak_memory_mb": megabytes}
-
-    def evaluates(self, step: int) -> bool:
-        return step % self.cfg.eval_every == 0 or step == self.cfg.steps
-
-    def log_samples(self, step: int, problems, rollout: Rollout, rewards, advantages) -> None:
-        """Write the first two completions of each of the first four prompts to samples.jsonl."""
-        if rank() == 0:
-            G = rewards.shape[1]
-            self.append("samples.jsonl", [
-                {"step": step, "prompt": problem.prompt, "completion": rollout.completions[p * G + g],
-                 "answer": problem.answer, "reward": rewards[p, g].item(), "advantage": advantages[p * G + g].item()}
-                for p, problem in enumerate(problems[:4]) for g in range(min(2, G))])
-
-    def append(self, name: str, rows: list[dict]) -> None:
-        """Add lines to a file of OUTPUT_DIR."""
-        try:
-            with open(self.directory / name, "a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-        except OSError as error:
-            raise TrainingFailed(f"cannot write {self.directory / name}: {error.strerror}; --resume continues from the "
-                                 "last checkpoint") from error
-
-    def end_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the step, save if it is time to, and stop the run if it has to stop. Collective."""
-        if rank() == 0:
-            self.append("metrics.jsonl", [{"step": step, **metrics}])
-            self.log(metrics, step=step)
-            shown = {"reward": ".3f", "accuracy": ".3f", "pair_accuracy": ".3f", "entropy": ".3f",
-                     "tokens_per_second": ".0f"}
-            self.bar.set_postfix({name: format(metrics[name], spec) for name, spec in shown.items() if name in metrics},
-                                 refresh=False)
-            self.bar.update(step > 0)
-        evaluation = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval_")]
-        if evaluation:
-            say(f"step {step}: {', '.join(evaluation)}")
-
-        self.next_step = step + 1
-        stop_signal = max(gather_in_order([self.stop_signal]))
-        failing = max(self.bad_steps.values(), default=0) >= self.cfg.max_bad_steps
-        if step and (stop_signal or failing or step % self.cfg.save_every == 0 or step == self.cfg.steps):
-            self.save_checkpoint()
-        if failing:
-            raise TrainingFailed(f"--max_bad_steps {self.cfg.max_bad_steps}: so many updates in a row had a non-finite "
-                                 "loss or gradient; saved. Look at the data and the reward, or start again with a "
-                                 "lower --lr")
-        if stop_signal:
-            self.close()
-            say(f"stopped after step {step}; continue with the same command and --resume")
-            leave_together(128 + stop_signal)
-
-    def finish(self, model, tokenizer) -> None:
-        """Write OUTPUT_DIR/model."""
-        save_model(model, tokenizer, self.directory / "model")
-        self.close()
-        say(f"saved {self.directory / 'model'}")
-
-    def close(self) -> None:
-        """End the progress bar and W&B's run: with several processes, `leave_together` skips Python's exit handlers."""
-        self.bar.close()
-        if self.cfg.log_to == "wandb":
-            import wandb
-            wandb.finish()
-
-    def checkpoints(self) -> list[Path]:
-        """Complete checkpoints, oldest first. A directory gets such a name only when all of it is on disk."""
-        return sorted((self.directory / "checkpoint").glob("step-" + 6 * "[0-9]"))
-
-    def state(self) -> dict:
-        """All that a checkpoint holds. The tensors are the live ones: `dcp.load` fills them in place."""
-        state = {"position": self.data.position, "extra": self.extra, "updates": {},
-                 "random": torch.get_rng_state()}  # the same on every rank
-        for name, (model, optimizer, schedule) in self.trained.items():
-            state["updates"][name] = schedule.last_epoch
-            if self.next_step == 0:
-                continue  # the models are as they were loaded
-            state[name] = model.state_dict()  # before named_parameters: FSDP puts its shards back in place here
-            state[f"{name}_optimizer"] = moments = {}
-            for key, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    moments[key] = optimizer.state[parameter]
-                    if not moments[key]:  # no gradient has reached it yet: what AdamW would begin with
-                        moments[key]["step"] = torch.zeros((), device=parameter.device)
-                        moments[key]["exp_avg"] = torch.zeros_like(parameter)
-                        moments[key]["exp_avg_sq"] = torch.zeros_like(parameter)
-        return state
-
-    def save_checkpoint(self) -> None:
-        """Write to a temporary directory, flush, rename; only then remove the previous checkpoint. Collective."""
-        final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
-        temporary = final.with_name("unfinished")
-
-        def publish():
-            os.rename(temporary, final)
-            for older in self.checkpoints()[:-1]:
-                shutil.rmtree(older)
-        try:
-            on_main_rank_first(lambda: shutil.rmtree(temporary, ignore_errors=True))  # left by a killed process
-            dcp.save(self.state(), checkpoint_id=temporary)  # flushes its files to disk
-            on_main_rank_first(publish)
-        except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
-            shutil.rmtree(temporary, ignore_errors=True)  # it may be what fills the disk
-            intact = self.checkpoints()[-1].name if self.checkpoints() else "no checkpoint"
-            raise TrainingFailed(f"cannot save to {final.parent}: {innermost(error)}; {intact} is intact") from error
-
-    def load_checkpoint(self) -> None:
-        """Restore models, optimizers, schedules, data position and random state from the newest checkpoint."""
-        path = self.checkpoints()[-1]
-        self.next_step = int(path.name.removeprefix("step-"))
-        if self.next_step > self.cfg.steps + 1:  # equal: all steps are done, but model/ may not have been written
-            raise UserError(f"--resume: {self.directory} has done {self.next_step - 1} steps, more than --steps")
-        try:
-            state = self.state()
-            dcp.load(state, checkpoint_id=path)
-        # Damaged files can raise any error, and CheckpointException is not a subclass of Exception.
-        except (Exception, dcp.api.CheckpointException) as error:
-            raise UserError(f"--resume: {path} is damaged or of another model: {innermost(error)}") from error
-        self.data.position, self.extra = state["position"], state["extra"]
-        torch.set_rng_state(state["random"])
-        for name, (_, optimizer, schedule) in self.trained.items():
-            schedule.last_epoch = state["updates"][name]
-            # Not the saved rate: with another --steps, the schedule has another rate for this update.
-            schedule._last_lr = [schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch)]
-            optimizer.param_groups[0]["lr"] = schedule.get_last_lr()[0]
-
-    def drop_later_lines(self) -> None:
-        """Remove log lines written after the checkpoint: their steps are done again."""
-        for path in (self.directory / "metrics.jsonl", self.directory / "samples.jsonl"):
-            if path.exists():
-                lines = path.read_text().splitlines(keepends=True)
-                whole = [line for line in lines if line.endswith("}\n")]  # a killed process may have left half a line
-                temporary = path.with_suffix(".tmp")
-                temporary.write_text("".join(line for line in whole if json.loads(line)["step"] < self.next_step))
-                os.replace(temporary, path)
-
-
-def innermost(error: BaseException) -> str:
-    """The first line of an error's root cause, for a message of one line."""
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__
-    if isinstance(error, dcp.api.CheckpointException):  # it holds an error of each rank that failed
-        return innermost(next(iter(error.failures.values()))[0])
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

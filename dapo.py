@@ -101,7 +101,8 @@ def token_weights(mask: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 def unit_token_weights(mask: torch.Tensor, unit_of: torch.Tensor) -> torch.Tensor:
-    """--loss_average prompt or sequence: a mean over each unit's tokens, then over units. unit_of [N] numbers them."""
+    """--loss_average prompt or sequence: a mean over each unit's tokens, then over units (also those that filtering has
+    left without tokens). unit_of [N] numbers them."""
     units, unit_of = unit_of.to(mask.device).unique(return_inverse=True)
     num_tokens = torch.zeros(len(units), device=mask.device).index_add(0, unit_of, mask.sum(dim=1).float())
     return mask / num_tokens[unit_of, None].clamp(min=1) / len(units)

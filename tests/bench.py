@@ -561,6 +561,9 @@ def main() -> None:
     parser.add_argument("--out", default="")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    compared = {"trl", "race", "grpo", "dpo", "reward_model", "ppo"} & set(args.only.split(","))
+    if (args.against or compared) and not importlib.util.find_spec("trl"):
+        parser.error("the comparison with TRL needs pip install trl==1.16.0 datasets")
     if args.device == "cpu" and not args.case:  # a case inherits it; its own --device is the default
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the scripts take a GPU where they see one
     if args.case:
