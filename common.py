@@ -138,7 +138,8 @@ def parse_config(Config, args: list[str]):
         with one_line_errors(f"{args[0]}: want a YAML or JSON mapping from flag names to values"):
             import yaml
             settings = yaml.safe_load(Path(args[0]).read_bytes())  # JSON is YAML
-            args = [f"--{name}={value}" for name, value in settings.items() if value is not None] + args[1:]
+            args = [f"--{name}" if value is True and str(name).startswith("no_") else f"--{name}={value}"
+                    for name, value in settings.items() if value is not None] + args[1:]
     try:
         cfg, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
     except argparse.ArgumentError as error:  # its argument_name: --save_every/--save-every
@@ -396,7 +397,11 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
 
 def context_length(model) -> float:
     """How many tokens a row may have; infinite for a model without a limit, such as Mamba."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # Phi-3: a row beyond this would change the positions of its whole batch
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or math.inf
 
 
 def load_reference(cfg, device: torch.device):
@@ -421,9 +426,13 @@ def shard(model, device: torch.device):
         return model.to(device)
     weights = model.state_dict() if rank() == 0 and world_size() > 1 else {}
     compute_dtype = torch.bfloat16 if device.type == "cuda" else None  # None: that of the shard
+    layers = decoder_layers(model)
+    # The root takes the parameters of layers that share some (Zamba): a parameter can be in one FSDP module only.
+    uses = collections.Counter(id(parameter) for layer in layers for parameter in layer.parameters())
+    own = [layer for layer in layers if all(uses[id(parameter)] == 1 for parameter in layer.parameters())]
     # Inputs keep the dtype that the model gave them (rotary angles: float32), as they would without FSDP.
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in [*decoder_layers(model), model]:
+    for module in [*own, model]:
         fully_shard(module, mp_policy=precision,
                     reshard_after_forward=frozen or module is not model)  # a backward pass needs the root's first
         if world_size() > 1:
@@ -1696,7 +1705,8 @@ def load_reward(cfg, wrong: float = 0.0):
             try:
                 for i in my_share(len(rows)):
                     if function:  # it may draw random numbers: the same ones for a row on any rank
-                        transformers.set_seed(seed + i)
+                        for set_seed in (random.seed, np.random.seed, torch.default_generator.manual_seed):
+                            set_seed(seed + i)
                     judged.append(judge(rows[i], rollout.completions[i], scores[i]))
             except UserError as error:
                 errors.append(error)
@@ -1891,6 +1901,7 @@ class Run:
         self.directory = Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
         self.next_step = 0  # step 0 is the evaluation before training
         self.bad_steps = collections.Counter()  # skipped updates in a row, by the model's name: PPO trains two
+        self.failing = False  # set once there were --max_bad_steps of them
         self.stop_signal = 0
         self.extra = {}  # numbers of the script's own, set before `start`: checkpoints keep them
         self.check_directory()
@@ -1914,6 +1925,8 @@ class Run:
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             raise UserError(f"--output_dir {directory}: {existing} is a file or write-protected")
         held = [name for name in self.WRITES if (directory / name).exists()]
+        if held and flags is None:
+            raise UserError(f"--output_dir {directory}: holds {held[0]}, but no run that could have written it")
         if cfg.resume:
             if not self.checkpoints():
                 raise UserError(f"--resume: no checkpoint in {directory / 'checkpoint'}")
@@ -1927,8 +1940,6 @@ class Run:
             raise UserError(f"--output_dir {directory}: holds a run already; --resume continues it, --overwrite "
                             "replaces it, another --output_dir leaves it alone")
         elif held:
-            if flags is None:
-                raise UserError(f"--overwrite: {directory} holds {held[0]}, but no run that could have written it")
             for needed in (cfg.model, getattr(cfg, "reward", "")):
                 if os.path.isdir(needed) and Path(needed).resolve().is_relative_to(directory.resolve()):
                     raise UserError(f"--overwrite: {needed} is, or is in, the run that would be replaced")
@@ -2024,6 +2035,7 @@ class Run:
             self.bad_steps[name] = 0
         else:
             self.bad_steps[name] += 1
+            self.failing |= self.bad_steps[name] >= self.cfg.max_bad_steps
             say(f"{name}: loss {loss}, gradient norm {norm}: update skipped ({self.bad_steps[name]} in a row)")
         optimizer.zero_grad()
         return {"loss": loss, "grad_norm": norm, "lr": lr}
@@ -2075,10 +2087,9 @@ class Run:
 
         self.next_step = step + 1
         stop_signal = max(gather_in_order([self.stop_signal]))
-        failing = max(self.bad_steps.values(), default=0) >= self.cfg.max_bad_steps
-        if step and (stop_signal or failing or step % self.cfg.save_every == 0 or step == self.cfg.steps):
+        if step and (stop_signal or self.failing or step % self.cfg.save_every == 0 or step == self.cfg.steps):
             self.save_checkpoint()
-        if failing:
+        if self.failing:
             raise TrainingFailed(f"--max_bad_steps {self.cfg.max_bad_steps}: so many updates in a row had a non-finite "
                                  "loss or gradient; saved. Look at the data and the reward, or start again with a "
                                  "lower --lr")
@@ -2102,11 +2113,13 @@ class Run:
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first. A directory gets such a name only when all of it is on disk."""
-        return sorted((self.directory / "checkpoint").glob("step-" + 6 * "[0-9]"))
+        found = [path for path in (self.directory / "checkpoint").glob("step-*") if path.name[5:].isdigit()]
+        return sorted(found, key=lambda path: int(path.name[5:]))
 
     def state(self) -> dict:
         """All that a checkpoint holds. The tensors are the live ones: `dcp.load` fills them in place."""
         state = {"position": self.data.position, "extra": self.extra, "updates": {},
+                 "bad_steps": {name: self.bad_steps[name] for name in self.trained},
                  "random": torch.get_rng_state()}  # the same on every rank
         for name, (model, optimizer, schedule) in self.trained.items():
             state["updates"][name] = schedule.last_epoch
@@ -2154,6 +2167,7 @@ class Run:
         except (Exception, dcp.api.CheckpointException) as error:
             raise UserError(f"--resume: {path} is damaged or of another model: {innermost(error)}") from error
         self.data.position, self.extra = state["position"], state["extra"]
+        self.bad_steps.update(state["bad_steps"])
         torch.set_rng_state(state["random"])
         for name, (_, optimizer, schedule) in self.trained.items():
             schedule.last_epoch = state["updates"][name]

@@ -17,6 +17,7 @@ With --reward runs/reward_model/model, the scores come from the model that rewar
 Shapes: N prompts with one completion each; T tokens per completion, padded; B rows in a micro-batch.
 """
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -180,11 +181,12 @@ def adapted_kl_coef(kl_coef: float, kl: float, target: float) -> float:
 
 def check(cfg: Config) -> None:
     """Refuse what the limits on single flags cannot."""
-    if cfg.missing_eos_score != "none":
-        try:
-            float(cfg.missing_eos_score)
-        except ValueError:
-            raise common.UserError(f"--missing_eos_score {cfg.missing_eos_score}: want a number or none") from None
+    try:
+        valid = cfg.missing_eos_score == "none" or math.isfinite(float(cfg.missing_eos_score))
+    except ValueError:
+        valid = False
+    if not valid:
+        raise common.UserError(f"--missing_eos_score {cfg.missing_eos_score}: want a number or none")
     if cfg.kl_target > 0 and cfg.kl_coef == 0:
         raise common.UserError("--kl_target: needs a --kl_coef above 0 to begin with")
 

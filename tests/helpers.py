@@ -129,7 +129,7 @@ class FakeRun(common.Run):
     """A Run without directory: for its optimizer step."""
 
     def __init__(self, cfg, **trained):
-        self.cfg, self.trained, self.bad_steps = cfg, trained, collections.Counter()
+        self.cfg, self.trained, self.bad_steps, self.failing = cfg, trained, collections.Counter(), False
 
 
 def read_metrics(directory) -> list[dict]:

@@ -754,6 +754,16 @@ def test_a_policy_that_trains_is_the_one_that_sampled(architecture, noise, tmp_p
     torch.testing.assert_close(common.token_logprobs(policy, *arguments)[0], common.token_logprobs(model, *arguments)[0])
 
 
+def test_no_row_may_pass_the_length_at_which_longrope_changes_the_positions_of_its_whole_batch(tmp_path):
+    """Phi-3 and Phi-4-mini have two sets of rotary factors; transformers picks one by the longest row."""
+    rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    model, tokenizer = random_model("Phi3", original_max_position_embeddings=16, rope_scaling=rope)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    cfg = SimpleNamespace(model=str(tmp_path), data="arithmetic", trust_remote_code=False)
+    assert common.load_policy(cfg, torch.device("cpu"))[1].model_max_length == 16
+
+
 def test_a_tokenizer_without_pad_token_gets_eos(tmp_path):
     tokenizer = common.tiny_tokenizer()
     tokenizer.pad_token = None

@@ -557,7 +557,8 @@ def test_completions_without_eos_get_their_score_and_the_kl_coefficient_survives
 
 
 @pytest.mark.parametrize("flags, word", [
-    (["--missing_eos_score", "low"], "--missing_eos_score"), (["--kl_target", 6, "--kl_coef", 0], "--kl_target"),
+    (["--missing_eos_score", "low"], "--missing_eos_score"), (["--missing_eos_score", "nan"], "--missing_eos_score"),
+    (["--missing_eos_score=-inf"], "--missing_eos_score"), (["--kl_target", 6, "--kl_coef", 0], "--kl_target"),
     (["--lam", 1.5], "--lam"), (["--reward", "no/such/directory"], "--reward")])
 def test_mistakes_are_one_line(tmp_path, flags, word):
     done = run_script("ppo.py", "--output_dir", tmp_path / "run", *flags)

@@ -121,24 +121,23 @@ def test_all_the_state_comes_back(tmp_path, monkeypatch):
     assert [p.name for p in again.checkpoints()] == ["step-000001"]
 
 
-def test_too_many_bad_updates_in_a_row_end_the_run_saved(tmp_path, monkeypatch):
-    """The run ends after the step in which the limit is reached. --resume continues and counts from 0 again."""
+@pytest.mark.parametrize("later", [1.0, float("nan")])  # even a good update later in the step does not save the run
+def test_too_many_bad_updates_in_a_row_end_the_run_saved(later, tmp_path, monkeypatch):
+    """The run ends after the step in which the limit is reached. --resume goes on with the next step and counts on."""
     run, model, optimizer, schedule = begin(tmp_path, monkeypatch, max_bad_steps=2)
 
-    def do(step, factor):
-        (model(torch.ones(1, 2)).sum() * factor).backward()
-        metrics = run.optimizer_step(model, optimizer, schedule, torch.tensor(0.0))
+    def do(step, *factors):
+        for factor in factors:
+            (model(torch.ones(1, 2)).sum() * factor).backward()
+            metrics = run.optimizer_step(model, optimizer, schedule, torch.tensor(0.0))
         run.end_step(step, metrics)
-    before = model.weight.detach().clone()
     do(1, float("nan"))
     with pytest.raises(common.TrainingFailed, match="--max_bad_steps 2: so many updates in a row .*saved"):
-        do(2, float("nan"))
+        do(2, float("nan"), later)
     assert [path.name for path in run.checkpoints()] == ["step-000003"]
     run, model, optimizer, schedule = begin(tmp_path, monkeypatch, max_bad_steps=2, resume=True)
-    assert run.next_step == 3 and torch.equal(model.weight, before)
-    do(3, float("nan"))
-    do(4, 1.0)
-    do(5, float("nan"))
+    assert run.next_step == 3 and run.bad_steps == {"policy": 0 if later == 1.0 else 3}
+    do(3, 1.0, float("nan"), 1.0)  # a good update ends the row
 
 
 def test_a_failed_save_leaves_the_last_checkpoint_alone(tmp_path, monkeypatch):

@@ -243,8 +243,9 @@ def test_flags_from_a_file_and_help(tmp_path, capsys):
     cfg = common.parse_config(grpo.Config, [str(path), "--steps", "9"])
     assert (cfg.steps, cfg.lr, cfg.divide_by_std) == (9, 1e-3, False)
     assert cfg.eval_data == ""  # an empty value is none
-    path = write(tmp_path / "other.yaml", "gradient_checkpointing: true\n")
-    assert common.parse_config(grpo.Config, [str(path)]).gradient_checkpointing
+    path = write(tmp_path / "other.yaml", "no_divide_by_std: true\ngradient_checkpointing: true\n")
+    cfg = common.parse_config(grpo.Config, [str(path)])
+    assert not cfg.divide_by_std and cfg.gradient_checkpointing
     with pytest.raises(common.UserError, match="unknown flag --1"):
         common.parse_config(grpo.Config, [str(write(path, "1: true\n"))])
     with pytest.raises(common.UserError, match="other.yaml: .*line 2"):
