@@ -277,7 +277,8 @@ def test_the_critic_starts_at_zero_from_the_policy(tmp_path):
     random_state = torch.get_rng_state()
     cfg = SimpleNamespace(model=str(tmp_path), reward="verifier", data="arithmetic", trust_remote_code=False)
     critic = ppo.load_value_model(cfg, torch.device("cpu"), tokenizer)
-    assert torch.equal(random_state, torch.get_rng_state())  # ranks would diverge: only one reads weights
+    # Only one rank reads the weights: if loading drew random numbers, the ranks would diverge.
+    assert torch.equal(random_state, torch.get_rng_state())
     ids = torch.tensor([[3, 9, 10, 11]])
     assert (common.token_values(critic, ids, torch.ones_like(ids), 3) == 0).all()
     torch.testing.assert_close(critic.base_model(ids)[0], policy.base_model(ids)[0])
@@ -517,7 +518,7 @@ def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, mi
             advantages.append(torch.stack([  # PPO eq. 11: Â_t = Σ_l (γλ)^l δ_{t+l}
                 sum((gamma * lam) ** l * delta for l, delta in enumerate(deltas[t:]))
                 for t in range(len(deltas))]))
-        returns = [advantages[i] + old_values[i] for i in range(12)]  # V̂, of the advantages before whitening
+        returns = [advantages[i] + old_values[i] for i in range(12)]  # V̂ = Â + V_old, with Â not whitened
         updates, value_updates, clipped, value_clipped, entropies = [], [], [], [], []
         for minibatch in order.tensor_split(2) * 2:
             all_advantages = torch.cat([advantages[i] for i in minibatch])
