@@ -1,4 +1,4 @@
-"""DAPO's four techniques by hand, dynamic sampling against a fake sampler, and the diff to grpo.py."""
+"""DAPO: its four techniques on hand-worked numbers, invariances, the diff to grpo.py, and whole runs."""
 import math
 import subprocess
 from collections import Counter
@@ -21,19 +21,23 @@ def test_the_diff_to_grpo_is_the_papers_list_of_changes():
 # ----------------------------------------------------------------------------------------------------- clip-higher
 
 @pytest.mark.parametrize("ratio, advantage, value, slope", [
-    (1.35, 1.0, 1.28, 0.0),   # where GRPO's ε = .2 counts 1.2·Â
-    (1.25, 1.0, 1.25, 1.25),  # still pushed up, where GRPO is not
-    (0.75, -1.0, -0.80, 0.0), (0.75, 1.0, 0.75, 0.75), (1.35, -1.0, -1.35, -1.35)])
+    (1.35, 1.0, 1.28, 0.0),   # clipped: counts as 1.28·Â; with GRPO's ε = .2 it would be 1.2·Â
+    (1.25, 1.0, 1.25, 1.25),  # still pushed up; GRPO would have clipped it
+    (0.75, -1.0, -0.80, 0.0),
+    (0.75, 1.0, 0.75, 0.75),
+    (1.35, -1.0, -1.35, -1.35)])
 def test_clip_higher_by_hand(ratio, advantage, value, slope):
+    """ε_low = .2, ε_high = .28: min(ρÂ, clip(ρ, .8, 1.28)Â), and its derivative in log π (eq. 10)."""
     logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
     loss, stats = dapo.dapo_loss(logprobs, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1), 0.2, 0.28)
     loss.backward()
-    assert loss.item() == pytest.approx(-value, rel=1e-5) and logprobs.grad.item() == pytest.approx(-slope, rel=1e-5)
+    assert loss.item() == pytest.approx(-value, rel=1e-5)
+    assert logprobs.grad.item() == pytest.approx(-slope, rel=1e-5)
     assert stats["clip_fraction"] == (slope == 0)
 
 
-def test_clip_higher_lets_a_rare_token_rise_further():
-    """The paper's example: within 20% a probability of .01 may grow to .012, one of .9 to 1.08, that is, freely."""
+def test_a_symmetric_clip_holds_rare_tokens_down():
+    """The paper's reason for clip-higher: at ε = .2, probability .01 can rise to .012 only, but .9 to 1.08: freely."""
     for probability, bound in ((0.01, 0.012), (0.9, 1.08)):
         assert probability * 1.2 == pytest.approx(bound)
         loss = dapo.dapo_loss(torch.tensor([[math.log(bound * 1.01)]]), torch.tensor([[math.log(probability)]]),
@@ -44,14 +48,14 @@ def test_clip_higher_lets_a_rare_token_rise_further():
 # ------------------------------------------------------------------------------------------------ token-level loss
 
 def test_every_token_of_the_step_counts_the_same():
-    """Lengths 1 and 3: GRPO gives the lone token 1/2 and the others 1/6; DAPO gives each 1/4."""
+    """Completions of 1 and 3 tokens: GRPO gives the lone token 1/2 and the others 1/6; DAPO gives each 1/4."""
     mask = torch.tensor([[1, 0, 0], [1, 1, 1]]).bool()
     torch.testing.assert_close(dapo.token_weights(mask, 4), mask / 4)
     torch.testing.assert_close(grpo.token_weights(mask, 2), torch.tensor([[1 / 2, 0, 0], [1 / 6, 1 / 6, 1 / 6]]))
 
 
 def test_the_papers_reading_is_a_mean_per_prompt():
-    """Prompt 5 has 1 + 3 tokens, prompt 2 has 2: weights 1/4 · 1/2 and 1/2 · 1/2."""
+    """Eq. 12: prompt 5 has 1 + 3 tokens, prompt 2 has 2: token weights 1/4 · 1/2 and 1/2 · 1/2."""
     mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0]]).bool()
     weights = dapo.unit_token_weights(mask, torch.tensor([5, 5, 2]))
     torch.testing.assert_close(weights, mask * torch.tensor([[1 / 8], [1 / 8], [1 / 4]]))
@@ -77,14 +81,18 @@ def test_any_micro_batch_size_gives_the_same_gradient(average, max_tokens):
     torch.manual_seed(0)
     rollout = common.sample(model, tokenizer, ["1+1=?", "12+34=?"], 4, 20)
     advantages = torch.randn(8)
-    weights = dapo.token_weights(rollout.mask, int(rollout.mask.sum())) if average == "token" else \
-        dapo.unit_token_weights(rollout.mask, torch.arange(8) // (4 if average == "prompt" else 1))
+    if average == "token":
+        weights = dapo.token_weights(rollout.mask, int(rollout.mask.sum()))
+    else:
+        unit_size = 4 if average == "prompt" else 1
+        weights = dapo.unit_token_weights(rollout.mask, torch.arange(8) // unit_size)
 
     def gradient(max_tokens):
         model.zero_grad()
         for rows, input_ids, attention_mask, T in common.micro_batches(rollout, list(range(8)), max_tokens):
             logprobs, _ = common.token_logprobs(model, input_ids, attention_mask, T)
-            dapo.dapo_loss(logprobs, logprobs.detach() - 0.1, advantages[rows], weights[rows, :T], 0.2, 0.28)[0].backward()
+            loss, _ = dapo.dapo_loss(logprobs, logprobs.detach() - 0.1, advantages[rows], weights[rows, :T], 0.2, 0.28)
+            loss.backward()
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 
     torch.testing.assert_close(gradient(max_tokens), gradient(10 ** 9), rtol=1e-4, atol=1e-6)
@@ -100,7 +108,7 @@ def test_nothing_under_the_mask_matters(garbage):
                                  weights, 0.2, 0.28)
         loss.backward()
         results.append((loss.detach(), logprobs.grad))
-    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert all(map(torch.equal, *results))
 
 
 def test_gradients_flow_into_the_log_probs_alone():
@@ -113,7 +121,7 @@ def test_gradients_flow_into_the_log_probs_alone():
 # -------------------------------------------------------------------------------------------- overlong punishment
 
 def test_equation_13_at_its_corners():
-    """L_max 100, buffer 20: nothing up to 80, half at 90, all of it at 100 and beyond."""
+    """L_max = 100, L_cache = 20: 0 up to 80 tokens, −.5 at 90, −1 from 100 on."""
     lengths = torch.tensor([0, 79, 80, 81, 90, 99, 100, 120])
     torch.testing.assert_close(dapo.soft_overlong_penalty(lengths, 100, 20),
                                torch.tensor([0, 0, 0, -0.05, -0.5, -0.95, -1, -1]))
@@ -122,7 +130,10 @@ def test_equation_13_at_its_corners():
 # ------------------------------------------------------------------------------------------------ dynamic sampling
 
 def fake_sampler(kinds):
-    """roll_out for `dynamic_sampling`: prompt number i is right ("1"), wrong ("0") or mixed ("m") as kinds[i] says."""
+    """A `roll_out` for dynamic_sampling, and the list of the counts it is asked for.
+
+    The group of prompt i is all right ("1"), all wrong ("0") or mixed ("m"), as kinds[i] says; kinds repeats.
+    """
     asked, groups = [], {"1": [True, True], "0": [False, False], "m": [True, False]}
 
     def roll_out(count):
@@ -141,14 +152,14 @@ def test_informative_groups():
 def test_dynamic_sampling_refills_until_there_are_enough():
     roll_out, asked = fake_sampler("1m0m")  # every other group is informative
     drawn, groups = dapo.dynamic_sampling(roll_out, 4, 10)
-    assert asked == [4, 4]  # 2 of the first 4 are kept; 2 more at a share of 1/2 need 4
+    assert asked == [4, 4]  # 2 of the first 4 are informative; at that rate, 2 more take 4 prompts
     assert groups.tolist() == [1, 3, 5, 7] and len(drawn) == 2
 
 
 def test_dynamic_sampling_asks_for_what_is_missing_and_leaves_out_what_is_too_much():
     roll_out, asked = fake_sampler("1mmmmm")
     assert dapo.dynamic_sampling(roll_out, 4, 10)[1].tolist() == [1, 2, 3, 4]
-    assert asked == [4, 2]  # 1 more at a share of 3/4; both are informative
+    assert asked == [4, 2]  # 1 more, at a rate of 3/4, takes 2 prompts; both are informative, so one is dropped
 
 
 def test_dynamic_sampling_stops_at_once_when_all_are_informative():
@@ -176,10 +187,10 @@ def test_no_uninformative_group_is_trained_on(kinds):
 @pytest.mark.parametrize("average, switches", [
     ("token", ["--overlong_filtering"]), ("prompt", ["--overlong_filtering"]), ("sequence", ["--no_dynamic_sampling"])])
 def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path, monkeypatch):
-    """Algorithm 1 of DAPO, one completion at a time: P = 6, G = 4, ε = .01 and .06, L_max = 21, of which 4 are buffer.
+    """Algorithm 1 of DAPO, one completion at a time: P = 6, G = 4, ε = .01 and .06, L_max = 21, L_cache = 4.
 
-    The loss is a mean over the tokens of each unit, then over units. With "token" the minibatch is one unit, as in the
-    authors' code; with "prompt" a prompt is one, as in eq. 12; with "sequence" a completion is one, as in GRPO.
+    The loss is a mean over the tokens of each unit, then over units. The unit is the whole minibatch for "token" (the
+    authors' code), a prompt's group for "prompt" (eq. 12), and a single completion for "sequence" (GRPO).
     """
     unit_of = {"token": lambda i: 0, "prompt": lambda i: i // 4, "sequence": lambda i: i}[average]
     steps = record_run(
@@ -196,27 +207,27 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
         finished = torch.cat([plain_finished(rollout) for rollout in step.rollouts])
         right = torch.tensor([float(is_right(*one)) for one in drawn])
         rewards = 2 * right - 1 - (lengths - 17).clamp(min=0) / 4  # eq. 7 and 13
-        groups = rewards.view(-1, 4)  # a row for each prompt
+        groups = rewards.view(-1, 4)  # one row per prompt
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)  # eq. 9
         advantages = advantages.flatten()
         mixed = [p for p, group in enumerate(right.view(-1, 4)) if 0 < group.sum() < 4]  # eq. 11
         prompts = range(6) if "--no_dynamic_sampling" in switches else mixed[:6]
-        kept = [4 * p + g for p in prompts for g in range(4)]  # the completions to train on, numbered as drawn
-        trained = lengths * finished if "--overlong_filtering" in switches else lengths  # tokens with a loss
+        kept = [4 * p + g for p in prompts for g in range(4)]  # indices into drawn
+        trained = lengths * finished if "--overlong_filtering" in switches else lengths  # tokens in the loss
         with torch.no_grad():
             old = {i: plain_logprobs(policy, *drawn[i], 1.3) for i in kept}
         updates, clipped = [], []
         for minibatch in torch.tensor(kept)[step.orders[0]].tensor_split(2) * 2:
             loss = 0
-            tokens = Counter()  # of each unit: those with a loss
-            rows = minibatch.tolist() if average == "token" else kept  # a prompt's may be spread over minibatches
+            tokens = Counter()  # tokens in the loss, per unit
+            rows = minibatch.tolist() if average == "token" else kept  # a prompt's rows may be in several minibatches
             for i in rows:
                 tokens[unit_of(i)] += trained[i]
             for i in minibatch[trained[minibatch] > 0].tolist():
                 ratio = (plain_logprobs(policy, *drawn[i], 1.3) - old[i]).exp()
                 unclipped, bounded = ratio * advantages[i], ratio.clamp(0.99, 1.06) * advantages[i]
                 objective = torch.min(unclipped, bounded).sum() / tokens[unit_of(i)] / len(tokens)  # eq. 8
-                loss = loss - objective * len(rows) / len(minibatch)  # minibatches of a step have eq. 12 as their mean
+                loss = loss - objective * len(rows) / len(minibatch)  # so that the minibatches' mean is eq. 12
                 clipped.append(bounded < unclipped)
             updates.append(plain_update(optimizer, loss, 2e-4, 0.5))
         assert step.updates == [pytest.approx(update, rel=2e-3, abs=1e-5) for update in updates]
@@ -225,12 +236,12 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
             "kept_fraction": len(mixed) / len(groups), "wasted_groups": max(0, len(mixed) - 6),
             "sampled_tokens": lengths.sum(), "truncated_fraction": (~finished).float().mean()})
     assert_same_weights(tmp_path / "run", policy)
-    assert any(step.metrics["clip_fraction"] > 0 for step in steps)  # ε is small enough to matter
+    assert any(step.metrics["clip_fraction"] > 0 for step in steps)  # ε was small enough to clip
     assert any(len(step.rollouts) > 1 for step in steps) or "--no_dynamic_sampling" in switches
 
 
 def test_few_rows_make_few_updates(tmp_path, monkeypatch):
-    """Each of them has a row: four groups of two give eight, but those that are all right or all wrong do not count."""
+    """No minibatch is empty: of the 8 asked for, only as many are made as there are rows, 2 per informative group."""
     steps = record_run(
         monkeypatch, "dapo.py", tmp_path / "run", "--steps", 3, "--prompts_per_step", 4, "--group_size", 2,
         "--minibatches", 8, "--max_generation_batches", 1)
@@ -240,13 +251,15 @@ def test_few_rows_make_few_updates(tmp_path, monkeypatch):
 
 
 def test_without_an_informative_group_the_step_makes_no_update(tmp_path):
-    """Rewards that never are above 0: the step gives up, says so, logs a zero gradient, and the run goes on."""
+    """No reward is above 0, so no group has a right answer: the step gives up, says so, logs a loss and gradient of 0,
+    and the run goes on."""
     (tmp_path / "reward.py").write_text("def never(prompt, completion, row):\n    return -1.0\n")
     done = run_script("dapo.py", "--steps", 2, "--prompts_per_step", 2, "--group_size", 2, "--eval_every", 100,
                       "--max_generation_batches", 2, "--reward", f"{tmp_path / 'reward.py'}:never", "--output_dir",
                       tmp_path / "run")
     assert done.returncode == 0 and "0 of 4 groups" in done.stderr, done.stderr
-    assert [(m["grad_norm"], m["loss"], m["kept_fraction"]) for m in read_metrics(tmp_path / "run")[1:]] == [(0, 0, 0)] * 2
+    steps = read_metrics(tmp_path / "run")[1:]
+    assert [(step["grad_norm"], step["loss"], step["kept_fraction"]) for step in steps] == [(0, 0, 0)] * 2
 
 
 @pytest.mark.parametrize("reward", [0.1, -3.3333333, 1e6])
@@ -257,18 +270,26 @@ def test_equal_rewards_give_exactly_zero(reward):
 
 @pytest.mark.parametrize("average, size", [("prompt", 4), ("sequence", 1)])
 def test_the_units_of_the_loss_average(average, size, tmp_path, monkeypatch):
-    """A mean per prompt has units of G rows, one per completion has units of one. (Lengths must differ within a prompt to show
-    it in the loss: those of the tiny model's answers hardly do.)"""
-    units, weigh = [], dapo.unit_token_weights
-    monkeypatch.setattr(dapo, "unit_token_weights", lambda mask, unit_of: (units.append((mask, unit_of)), weigh(mask, unit_of))[1])
-    [step] = record_run(monkeypatch, "dapo.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 3, "--group_size", 4,
-                        "--no_dynamic_sampling", "--loss_average", average)
+    """With "prompt", the G rows of a prompt share a unit; with "sequence", each row is its own.
+
+    This looks at the units themselves, since the loss hardly depends on them: the tiny model's answers to a prompt are
+    almost equally long.
+    """
+    units, unit_token_weights = [], dapo.unit_token_weights
+
+    def recorded(mask, unit_of):
+        units.append((mask, unit_of))
+        return unit_token_weights(mask, unit_of)
+
+    monkeypatch.setattr(dapo, "unit_token_weights", recorded)
+    [step] = record_run(monkeypatch, "dapo.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 3,
+                        "--group_size", 4, "--no_dynamic_sampling", "--loss_average", average)
     [(mask, unit_of)], [rollout], [order] = units, step.rollouts, step.orders
     assert torch.equal(mask, rollout.mask[order]) and torch.equal(unit_of, order // size)
 
 
 def test_dynamic_sampling_counts_the_share_over_all_that_was_drawn():
-    """5 of 10, then 4 of 10: one more at a share of 9/20 needs three."""
+    """5 of 10 are informative, then 4 of 10: at a rate of 9/20, the one still missing takes three prompts."""
     asked, kinds = [], "m" * 5 + "1" * 5 + "m" * 4 + "1" * 6 + "m" * 9
 
     def roll_out(count):
@@ -276,4 +297,5 @@ def test_dynamic_sampling_counts_the_share_over_all_that_was_drawn():
         asked.append(count)
         correct = torch.tensor([[True, kind == "1"] for kind in kinds[first:first + count]])
         return None, None, correct.float(), correct
+
     assert len(dapo.dynamic_sampling(roll_out, 10, 5)[1]) == 10 and asked == [10, 10, 3]

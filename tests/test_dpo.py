@@ -1,4 +1,4 @@
-"""DPO's loss and gradient by hand, and pairs read from every form they come in."""
+"""DPO: its loss and gradient on hand-worked numbers, whole runs, and every format of preference data."""
 import json
 import math
 import random
@@ -16,16 +16,17 @@ from helpers import (ROOT, assert_metrics, assert_same_weights, begin_with, besi
 
 
 def test_the_loss_is_ln_2_at_the_start_and_by_hand():
-    """h = β((−1 + 3) − (−2 + 2.5)) = .1·1.5 = .15; −log σ(.15) = .62096."""
+    """h = β((−1 + 3) − (−2 + 2.5)) = .1·1.5 = .15; −log σ(.15) = .62096. Where policy and reference agree, ln 2."""
     losses, stats = dpo.dpo_loss(*(torch.tensor([x]) for x in (-1.0, -3.0, -2.0, -2.5)), beta=0.1)
     assert losses.item() == pytest.approx(-math.log(1 / (1 + math.exp(-0.15))), rel=1e-5)
-    assert stats["margin"].item() == pytest.approx(0.15) and stats["weight"].item() == pytest.approx(1 / (1 + math.exp(0.15)))
+    assert stats["margin"].item() == pytest.approx(0.15)
+    assert stats["weight"].item() == pytest.approx(1 / (1 + math.exp(0.15)))
     same = torch.tensor([-1.0, -5.0])
     assert dpo.dpo_loss(same, same - 2, same, same - 2, 0.3)[0].tolist() == pytest.approx([math.log(2)] * 2)
 
 
 def test_the_gradient_is_the_papers():
-    """−β(1 − σ(h))(∇log π⁺ − ∇log π⁻)."""
+    """−β(1 − σ(h))(∇log π⁺ − ∇log π⁻), and none for the reference."""
     torch.manual_seed(0)
     chosen, rejected = torch.randn(2, 5).requires_grad_().unbind(0)
     chosen.retain_grad(), rejected.retain_grad()
@@ -39,7 +40,7 @@ def test_the_gradient_is_the_papers():
 
 
 def test_label_smoothing_and_reference_free():
-    """s = .1, h = 2: .9·log(1 + e⁻²) + .1·log(1 + e²)."""
+    """s = .1 and, without a reference, h = 4 − 2: .9·log(1 + e⁻²) + .1·log(1 + e²)."""
     losses, _ = dpo.dpo_loss(torch.tensor([4.0]), torch.tensor([2.0]), None, None, beta=1.0, label_smoothing=0.1)
     assert losses.item() == pytest.approx(0.9 * math.log(1 + math.exp(-2)) + 0.1 * math.log(1 + math.exp(2)), rel=1e-5)
 
@@ -54,11 +55,11 @@ def test_huge_margins_stay_finite(difference):
 
 @pytest.mark.parametrize("max_tokens", [1, 60, 100_000])
 def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
-    """Against the definition: each pair alone, each answer alone."""
+    """Compared with the definition: each answer of each pair on its own."""
     model, tokenizer = random_model("Qwen2")
     cfg = dpo.Config(micro_batch_tokens=max_tokens)
-    pairs = [common.Preference(p, [], [a, b], [], [1.0, 0.0]) for p, a, b in
-             (("1+1=?", "2", "31"), ("12+34=?", "46,46", "4"), ("7", "7", "1,2,3,4"))]
+    texts = [("1+1=?", "2", "31"), ("12+34=?", "46,46", "4"), ("7", "7", "1,2,3,4")]
+    pairs = [common.Preference(prompt, [], [better, worse], [], [1.0, 0.0]) for prompt, better, worse in texts]
     pairs = common.encode_preferences(pairs, tokenizer, cfg, "--data")
     batch, blocks, _ = common.collate_preferences(pairs, tokenizer.pad_token_id, "cpu")
     references = torch.randn(6)
@@ -76,8 +77,9 @@ def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
 
     def by_definition():
         for i, pair in enumerate(pairs):
-            chosen, rejected = (distributions(model, torch.tensor(pair.prompt_ids + ids), len(ids)).log_prob(
-                torch.tensor(ids)).sum() for ids in pair.answer_ids)
+            chosen, rejected = (
+                distributions(model, torch.tensor(pair.prompt_ids + ids), len(ids)).log_prob(torch.tensor(ids)).sum()
+                for ids in pair.answer_ids)
             h = 0.1 * (chosen - references[2 * i] - rejected + references[2 * i + 1])
             (-torch.nn.functional.logsigmoid(h) / 3).backward()  # eq. 7
 
@@ -86,7 +88,7 @@ def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
 
 @pytest.mark.parametrize("reference_free", [False, True])
 def test_every_update_is_that_of_the_plain_algorithm(reference_free, tmp_path, monkeypatch):
-    """Pairs from a file, one answer at a time: six pairs a step out of eight, so that the second step starts anew."""
+    """Pairs from a file, one answer at a time: six of the eight per step, so that step 2 begins a second epoch."""
     draw, path = random.Random(0), tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps({
         "prompt": row["prompt"], "chosen": common.worked_answer(row["prompt"], draw, 0, 0),
@@ -101,13 +103,13 @@ def test_every_update_is_that_of_the_plain_algorithm(reference_free, tmp_path, m
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
 
     def logprob(model, prompt, answer):
-        """log π(y|x), the sum over the answer's tokens, at the temperature of the run."""
+        """log π(y|x): the sum over the answer's tokens, EOS included, at the run's temperature."""
         prompt_ids, answer_ids = tokenizer.encode(prompt), tokenizer.encode(answer + "<eos>")
-        before_each = distributions(model, torch.tensor(prompt_ids + answer_ids), len(answer_ids), 0.8)
-        return before_each.log_prob(torch.tensor(answer_ids)).sum()
+        next_token = distributions(model, torch.tensor(prompt_ids + answer_ids), len(answer_ids), 0.8)
+        return next_token.log_prob(torch.tensor(answer_ids)).sum()
 
     def margin(pair):
-        """What stands inside σ in eq. 7: β times the log-ratio of the chosen answer less that of the rejected one."""
+        """The argument of σ in eq. 7: β times the chosen answer's log π/π_ref minus the rejected one's."""
         def log_ratio(answer):
             of_policy = logprob(policy, pair.prompt, answer)
             return of_policy if reference_free else of_policy - logprob(reference, pair.prompt, answer).detach()
@@ -118,15 +120,16 @@ def test_every_update_is_that_of_the_plain_algorithm(reference_free, tmp_path, m
         begin_with(step, (policy, optimizer))
         [pairs] = step.batches
         margins = torch.stack([margin(pair) for pair in pairs])
-        losses = -0.9 * margins.sigmoid().log() - 0.1 * (-margins).sigmoid().log()  # cDPO: 10% are the wrong way round
+        losses = -0.9 * margins.sigmoid().log() - 0.1 * (-margins).sigmoid().log()  # cDPO, s = .1
         updates = [plain_update(optimizer, losses.mean(), 1e-4, 0.5)]
         assert step.updates == [pytest.approx(update, rel=2e-3, abs=1e-5) for update in updates]
         margins = margins.detach()
-        assert_metrics(step, updates, {"margin": margins.mean(), "weight": (-margins).sigmoid().mean() - 0.1})  # less s
+        weight = (-margins).sigmoid().mean() - 0.1  # −∂loss/∂h = σ(−h) − s
+        assert_metrics(step, updates, {"margin": margins.mean(), "weight": weight})
     assert_same_weights(tmp_path / "run", policy)
-    # of the last step; in the first, the signs of the margins are rounding
+    # Only the last step's: in the first, margins to the reference are 0 up to rounding, with random signs.
     assert step.metrics["pair_accuracy"] == (margins > 0).float().mean()
-    if not reference_free:  # all tie with the reference before the first step
+    if not reference_free:  # before the first step, policy and reference are equal, so all pairs tie
         assert read_metrics(tmp_path / "run")[0]["eval_pair_accuracy"] == 0.5
     in_order = [float(margin(pair) > 0) for pair in common.read_preferences(str(path))]
     assert step.metrics["eval_pair_accuracy"] == sum(in_order) / 8
@@ -134,9 +137,9 @@ def test_every_update_is_that_of_the_plain_algorithm(reference_free, tmp_path, m
 
 @pytest.mark.parametrize("reference_free", [False, True])
 def test_every_update_on_policy_is_that_of_the_plain_algorithm(reference_free, tmp_path, monkeypatch):
-    """Two samples of each of twelve prompts: the right one is chosen, two right or two wrong ones are no pair."""
+    """Two samples for each of twelve prompts: a right and a wrong one make a pair; two right or two wrong ones tie."""
     if reference_free:
-        monkeypatch.setattr(common, "load_reference", None)  # to load it would fail: none is needed
+        monkeypatch.setattr(common, "load_reference", None)  # loading a reference would be an error
     steps = record_run(
         monkeypatch, "dpo.py", tmp_path / "run", "--on_policy", "--steps", 3, "--pairs_per_step", 12, "--beta", 0.3,
         "--temperature", 0.8, "--lr", 1e-4, "--warmup_steps", 0, "--max_grad_norm", 0.5, "--micro_batch_tokens", 200,
@@ -151,7 +154,7 @@ def test_every_update_on_policy_is_that_of_the_plain_algorithm(reference_free, t
         losses = []
         for chosen, rejected in pairs:
             log_ratios = {i: plain_logprobs(policy, rollout, i, 0.8).sum() for i in (chosen, rejected)}  # log π(y|x)
-            if not reference_free:  # … − log π_ref(y|x)
+            if not reference_free:  # − log π_ref(y|x)
                 for i in log_ratios:
                     log_ratios[i] = log_ratios[i] - plain_logprobs(reference, rollout, i, 0.8).sum().detach()
             losses.append(-(0.3 * (log_ratios[chosen] - log_ratios[rejected])).sigmoid().log())  # eq. 7
@@ -164,7 +167,7 @@ def test_every_update_on_policy_is_that_of_the_plain_algorithm(reference_free, t
 
 @pytest.mark.parametrize("flags, system", [([], ""), (["--on_policy"], common.SYSTEM_PROMPT)])
 def test_the_evaluation_asks_as_the_training_data_does(flags, system, tmp_path, monkeypatch):
-    """Pairs from a file get no default system prompt, problems to sample for do: so do those of the evaluation."""
+    """Problems to sample for get a default system prompt, pairs from a file do not; the evaluation follows suit."""
     model, tokenizer = random_model("Qwen2")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     for part in (model, tokenizer):
@@ -172,8 +175,12 @@ def test_the_evaluation_asks_as_the_training_data_does(flags, system, tmp_path, 
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "1+1=?", "answer": "2", "chosen": "2", "rejected": "3"}))
     asked, evaluate = [], common.evaluate
-    monkeypatch.setattr(common, "evaluate", lambda policy, tokenizer, problems, *rest: (
-        asked.extend(problem.prompt_ids for problem in problems), evaluate(policy, tokenizer, problems, *rest))[1])
+
+    def recorded(policy, tokenizer, problems, *rest):
+        asked.extend(problem.prompt_ids for problem in problems)
+        return evaluate(policy, tokenizer, problems, *rest)
+
+    monkeypatch.setattr(common, "evaluate", recorded)
     done = run_script("dpo.py", "--model", tmp_path / "base", "--data", path, "--eval_problems", path, "--steps", 1,
                       "--max_new_tokens", 4, "--output_dir", tmp_path / "run", *flags)
     assert done.returncode == 0, done.stderr
@@ -184,6 +191,7 @@ def test_the_evaluation_asks_as_the_training_data_does(flags, system, tmp_path, 
 # ------------------------------------------------------------------------------------------------- preference data
 
 def test_dialogues_are_split_at_the_last_shared_assistant_turn():
+    """As in HH-RLHF, a row is two whole dialogues; the prompt is what they share, up to the last "Assistant:"."""
     start = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: a joke?\n\nAssistant:"
     read = common.read_preference({"chosen": start + " A man walks", "rejected": start + " A man sits"})
     assert (read.prompt, *read.answers) == (start, " A man walks", " A man sits")
@@ -196,14 +204,17 @@ def test_every_form_of_preference_row(tmp_path, capsys):
     rows = [{"prompt": "p", "chosen": "a", "rejected": "b", "margin": 2, "responses": None},
             {"prompt": "p", "responses": ["a", "b", "a", "c"], "scores": None},
             {"prompt": [turn], "chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"},
-            {"chosen": [turn, {"role": "assistant", "content": "a"}], "rejected": [turn, {"role": "assistant", "content": "b"}]},
+            {"chosen": [turn, {"role": "assistant", "content": "a"}],
+             "rejected": [turn, {"role": "assistant", "content": "b"}]},
             {"chosen": "Human: x Assistant: a", "rejected": "Human: x Assistant: b"},
-            {"prompt": "p", "chosen": "same", "rejected": "same"}, {"prompt": "p", "chosen": "a", "rejected": "b", "tie": True}]
+            {"prompt": "p", "chosen": "same", "rejected": "same"},
+            {"prompt": "p", "chosen": "a", "rejected": "b", "tie": True}]
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
     read = common.read_preferences(str(path))
     assert [p.answers for p in read] == [["a", "b"], ["a", "b", "c"], ["a", "b"], ["a", "b"], [" a", " b"]]
-    assert [p.margin for p in read] == [2, 0, 0, 0, 0] and read[1].scores == [4, 3, 1]  # of equal answers the first
+    assert [p.margin for p in read] == [2, 0, 0, 0, 0]
+    assert read[1].scores == [4, 3, 1]  # the second "a" is dropped
     assert read[3].prompt == [turn] == read[2].prompt
     assert "left out 2 of 7 rows" in capsys.readouterr().err
 
@@ -214,22 +225,28 @@ def test_answers_are_cut_where_the_context_ends(capsys):
     cfg = types.SimpleNamespace(model="tiny", system_prompt="", max_prompt_tokens=99, max_completion_tokens=99)
     preference = common.Preference("12+34=?", [], ["46", "<think>2+4=6"], [], [2.0, 1.0])
     common.encode_preferences([preference], tokenizer, cfg, "--data")
-    assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<eos>", "<think>2+"]  # after 7 of the prompt
+    assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<eos>", "<think>2+"]  # 7 + 3 tokens
     assert "--data: cut 1 of 2 answers" in capsys.readouterr().err
-    preference.answers[0] = "\ud800"
+    preference.answers[0] = "\ud800"  # a lone surrogate, which is not valid Unicode
     with pytest.raises(common.UserError, match="cannot read an answer"):
         common.encode_preferences([preference], tokenizer, cfg, "--data")
 
 
 @pytest.mark.parametrize("row, message", [
-    ({"prompt": "p", "chosen": "a"}, "want chosen and rejected"), ({"prompt": "p", "responses": ["a"]}, "two or more"),
-    ({"prompt": "p", "chosen": 3, "rejected": "b"}, "want chosen and rejected"), ({"chosen": "a", "rejected": "b"}, "dialogues"),
-    ({"prompt": [1], "chosen": "a", "rejected": "b"}, "want a prompt"), ({"responses": ["a", "b", "c"]}, "no prompt"),
+    ({"prompt": "p", "chosen": "a"}, "want chosen and rejected"),
+    ({"prompt": "p", "responses": ["a"]}, "two or more"),
+    ({"prompt": "p", "chosen": 3, "rejected": "b"}, "want chosen and rejected"),
+    ({"chosen": "a", "rejected": "b"}, "dialogues"),
+    ({"prompt": [1], "chosen": "a", "rejected": "b"}, "want a prompt"),
+    ({"responses": ["a", "b", "c"]}, "no prompt"),
     ({"prompt": "p", "responses": ["a", "b"], "scores": [1, float("nan")]}, "scores must be"),
     ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": float("inf")}, "margin must be a number"),
     ({"chosen": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}],
-      "rejected": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}]}, "the conversations share"),
-    ({"chosen": [{"role": "assistant", "content": "a"}], "rejected": [{"role": "assistant", "content": "b"}]}, "want a prompt")])
+      "rejected": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}]},
+     "the conversations share"),
+    ({"chosen": [{"role": "assistant", "content": "a"}],
+      "rejected": [{"role": "assistant", "content": "b"}]},
+     "want a prompt")])
 def test_broken_preference_rows_are_named(tmp_path, row, message):
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}) + "\n" + json.dumps(row))
@@ -238,21 +255,23 @@ def test_broken_preference_rows_are_named(tmp_path, row, message):
 
 
 def test_pair_accuracy_is_of_the_implicit_reward_and_a_tie_is_none():
-    """Against the reference the answer that is less likely may be the one preferred: h = (−3 + 9) − (−1 + 2) = 5."""
+    """First pair: y⁻ is the likelier one, but h = (−3 + 9) − (−1 + 2) = 5 > 0 is right. Second pair: h = 0 is not."""
     _, stats = dpo.dpo_loss(*(torch.tensor([x, -1.0]) for x in (-3.0, -1.0, -9.0, -2.0)), beta=1.0)
-    assert stats["pair_accuracy"] == 0.5 and stats["chosen_logprobs"] == -2 and stats["rejected_logprobs"] == -1  # the second ties
+    assert stats["pair_accuracy"] == 0.5
+    assert stats["chosen_logprobs"] == -2 and stats["rejected_logprobs"] == -1
 
 
 def test_a_step_without_a_pair_makes_no_update(tmp_path, monkeypatch):
-    """Two equal rewards are a tie: the schedule does not move either."""
+    """All rewards are equal, so all pairs tie: the learning rate's warm-up does not advance either."""
     (tmp_path / "reward.py").write_text("def same(prompt, completion, row):\n    return 1.0\n")
     steps = record_run(monkeypatch, "dpo.py", tmp_path / "run", "--on_policy", "--steps", 2, "--pairs_per_step", 2,
                        "--warmup_steps", 2, "--reward", f"{tmp_path / 'reward.py'}:same")
-    assert [(step.updates, step.metrics["ties"], step.metrics["lr"], step.metrics["loss"]) for step in steps] == [([], 2, 0, 0)] * 2
+    found = [(step.updates, step.metrics["ties"], step.metrics["lr"], step.metrics["loss"]) for step in steps]
+    assert found == [([], 2, 0, 0)] * 2
 
 
 def test_all_pairs_of_a_ranking_are_trained_on(tmp_path, monkeypatch):
-    """Three answers make three pairs, two of which are in the order that `responses` has."""
+    """Three ranked answers make three pairs: the first is chosen in two of them, the last rejected in two."""
     path = tmp_path / "ranked.jsonl"
     path.write_text(json.dumps({"prompt": "1+1=?", "responses": ["2", "11", "3"]}) + "\n")
     [step] = record_run(monkeypatch, "dpo.py", tmp_path / "run", "--data", path, "--eval_data", path, "--steps", 1,
@@ -262,16 +281,17 @@ def test_all_pairs_of_a_ranking_are_trained_on(tmp_path, monkeypatch):
     ids = {text: tokenizer.encode(text) + [tokenizer.eos_token_id] for text in ("2", "11", "3")}
 
     def logprob(text):
-        return distributions(policy, torch.tensor(tokenizer.encode("1+1=?") + ids[text]), len(ids[text])).log_prob(
-            torch.tensor(ids[text])).sum().item()
+        """log π(y|x) of an answer, EOS included."""
+        next_token = distributions(policy, torch.tensor(tokenizer.encode("1+1=?") + ids[text]), len(ids[text]))
+        return next_token.log_prob(torch.tensor(ids[text])).sum().item()
 
     assert step.metrics["chosen_logprobs"] == pytest.approx((2 * logprob("2") + logprob("11")) / 3, rel=1e-4)
     assert step.metrics["rejected_logprobs"] == pytest.approx((2 * logprob("3") + logprob("11")) / 3, rel=1e-4)
-    assert step.metrics["loss"] == pytest.approx(math.log(2), rel=1e-4)  # each pair against its own reference
+    assert step.metrics["loss"] == pytest.approx(math.log(2), rel=1e-4)  # h = 0: each pair has its own references
 
 
 def sample_rankings(folder, _):
-    """The built-in ones, which are kept under runs/: 25 s of one core."""
+    """Build the built-in rankings, which are then kept under runs/. This takes 25 s on one core."""
     build = "import common; [common.build_tiny_preferences('arithmetic', split) for split in ('train', 'eval')]"
     subprocess.run([sys.executable, "-c", build], cwd=ROOT, check=True)
 
@@ -279,7 +299,12 @@ def sample_rankings(folder, _):
 @beside(sample_rankings)
 def test_the_built_in_evaluation_is_on_held_out_problems(job, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(common, "evaluate", lambda policy, tokenizer, problems, *rest: (asked.extend(problems), {})[1])
+
+    def recorded(policy, tokenizer, problems, *rest):
+        asked.extend(problems)
+        return {}
+
+    monkeypatch.setattr(common, "evaluate", recorded)
     done = run_script("dpo.py", "--steps", 1, "--pairs_per_step", 2, "--output_dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert {p.prompt for p in asked} == {row["prompt"] for row in common.arithmetic_rows(2, "eval")}
@@ -287,8 +312,8 @@ def test_the_built_in_evaluation_is_on_held_out_problems(job, tmp_path, monkeypa
 
 @beside(sample_rankings)
 def test_before_the_first_update_all_held_out_pairs_tie(job, tmp_path, monkeypatch):
-    """Policy and reference are one, and their log-probs are worked out in the same micro-batches: no rounding."""
-    monkeypatch.setattr(dpo, "AT_ONCE", 7)
+    """Policy and reference are equal, and computed in the same micro-batches: their log-probs agree to the last bit."""
+    monkeypatch.setattr(dpo, "AT_ONCE", 7)  # several collations
     done = run_script("dpo.py", "--steps", 1, "--pairs_per_step", 2, "--lr", 0, "--output_dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert [line["eval_pair_accuracy"] for line in read_metrics(tmp_path / "run")] == [0.5, 0.5]

@@ -1,4 +1,4 @@
-"""Dr. GRPO by hand: no std, no length, no KL; and the diff to grpo.py."""
+"""Dr. GRPO on hand-worked numbers (no std, no |o_i|, no KL), the diff to grpo.py, and a whole run."""
 import math
 import subprocess
 
@@ -18,7 +18,7 @@ def test_the_diff_to_grpo_is_the_papers_list_of_changes():
 
 
 def test_advantages_by_hand():
-    """Rewards 1 0 0 0: mean .25. A question that is answered once in four counts no more than one answered twice."""
+    """Rewards 1 0 0 0: mean .25. Rewards 1 1 0 0: mean .5. There is no std to divide by."""
     torch.testing.assert_close(dr_grpo.group_advantages(torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0]])),
                                torch.tensor([[0.75, -0.25, -0.25, -0.25], [0.5, 0.5, -0.5, -0.5]]))
     assert (dr_grpo.group_advantages(torch.full((2, 7), 0.1)) == 0).all()
@@ -26,7 +26,8 @@ def test_advantages_by_hand():
 
 
 def test_a_long_wrong_answer_is_not_forgiven():
-    """Lengths 1 and 4 at L_max 4: each token 1/(2·4). GRPO gives the tokens of the long answer a quarter of the other's."""
+    """Two completions of 1 and 4 tokens, L_max = 4: every token weighs 1/(2·4). In GRPO, those of the long completion
+    weigh a quarter of the short one's."""
     mask = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1]]).bool()
     torch.testing.assert_close(dr_grpo.token_weights(mask, 2, 4), mask / 8)
     assert grpo.token_weights(mask, 2)[1, 0] == grpo.token_weights(mask, 2)[0, 0] / 4
@@ -34,7 +35,8 @@ def test_a_long_wrong_answer_is_not_forgiven():
 
 def test_the_loss_is_grpos_without_kl():
     torch.manual_seed(0)
-    logprobs, old_logprobs, advantages, weights = torch.randn(3, 5), torch.randn(3, 5), torch.randn(3), torch.rand(3, 5)
+    logprobs, old_logprobs = torch.randn(3, 5), torch.randn(3, 5)
+    advantages, weights = torch.randn(3), torch.rand(3, 5)
     torch.testing.assert_close(dr_grpo.dr_grpo_loss(logprobs, old_logprobs, advantages, weights, 0.2),
                                grpo.grpo_loss(logprobs, old_logprobs, None, advantages, weights, 0.2, 0.0))
 
@@ -48,7 +50,7 @@ def test_gradients_flow_into_the_log_probs_alone():
 
 @pytest.mark.parametrize("max_tokens", [1, 100, 100_000])
 def test_the_gradient_is_the_unbiased_policy_gradient_for_any_micro_batch_size(max_tokens):
-    """On-policy: −1/(N·L_max) Σ_i Â_i Σ_t ∇log π(o_{i,t}), every completion computed alone."""
+    """Compared with the definition, on-policy: −1/(N·L_max) Σ_i Â_i Σ_t ∇log π(o_{i,t}), each completion on its own."""
     model, tokenizer = random_model("Qwen2")
     torch.manual_seed(0)
     rollout = common.sample(model, tokenizer, ["1+1=?", "12+34=?"], 3, 20)
@@ -61,18 +63,22 @@ def test_the_gradient_is_the_unbiased_policy_gradient_for_any_micro_batch_size(m
     model.zero_grad()
     for i in range(6):
         (-advantages[i] * plain_logprobs(model, rollout, i).sum() / (6 * 20)).backward()
-    torch.testing.assert_close(gradient, torch.cat([p.grad.flatten() for p in model.parameters()]), rtol=1e-3, atol=1e-6)
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-6)
 
 
 def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
-    """One completion at a time: two rollouts, two minibatches, two passes; L_max = 40, which no completion reaches."""
+    """Written out one completion at a time: two steps, each with two minibatches and two passes.
+
+    No completion reaches L_max = 40, so dividing by the longest completion instead would show.
+    """
     steps = record_run(
         monkeypatch, "dr_grpo.py", tmp_path / "run", "--steps", 2, "--prompts_per_step", 4, "--group_size", 4,
         "--minibatches", 2, "--updates_per_batch", 2, "--max_new_tokens", 40, "--temperature", 0.8, "--clip_eps", 0.05,
         "--lr", 2e-4, "--lr_schedule", "linear", "--max_grad_norm", 0.5, "--micro_batch_tokens", 200)
     policy = load_tiny_model()
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
-    rates = iter(2e-4 * (1 - n / 8) for n in range(8))  # to 0 over all the updates
+    rates = iter(2e-4 * (1 - n / 8) for n in range(8))  # a linear decay to 0 over all 8 updates
     for step in steps:
         begin_with(step, (policy, optimizer))
         [rollout], [order] = step.rollouts, step.orders
@@ -93,7 +99,7 @@ def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
         assert_metrics(step, updates, {"reward": rewards.mean(), "clip_fraction": torch.cat(clipped).float().mean()})
         assert "kl" not in step.metrics and rollout.lengths.max() < 40
     assert_same_weights(tmp_path / "run", policy)
-    assert any(step.metrics["clip_fraction"] > 0 for step in steps)  # ε is small enough to matter
+    assert any(step.metrics["clip_fraction"] > 0 for step in steps)  # ε was small enough to clip
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e38])
@@ -102,8 +108,9 @@ def test_nothing_under_the_mask_matters(garbage):
     results = []
     for fill in (0.0, garbage):
         logprobs = torch.tensor([[-1.0, fill], [fill, fill]], requires_grad=True)
-        loss, stats = dr_grpo.dr_grpo_loss(logprobs, torch.tensor([[-1.1, fill], [fill, fill]]), torch.tensor([2.0, fill]),
-                                           weights, 0.2)
+        old_logprobs = torch.tensor([[-1.1, fill], [fill, fill]])
+        advantages = torch.tensor([2.0, fill])  # the second completion has no tokens
+        loss, stats = dr_grpo.dr_grpo_loss(logprobs, old_logprobs, advantages, weights, 0.2)
         loss.backward()
         results.append((loss.detach(), logprobs.grad, stats["clip_fraction"]))
     assert all(map(torch.equal, *results))

@@ -1,4 +1,4 @@
-"""GRPO's equations by hand, its gradient against the derivation, its invariances, and whole runs."""
+"""GRPO: its equations on hand-worked numbers, its gradient against the definition, invariances, and whole runs."""
 import math
 import re
 
@@ -14,14 +14,15 @@ from helpers import (ROOT, assert_metrics, assert_same_weights, begin_with, is_r
 # ---------------------------------------------------------------------------------------------------- advantages
 
 def test_advantages_by_hand():
-    """Rewards 1 0 0 0: mean .25, squares .75² + 3·.25² = .75, sample variance .75 / 3 = .25, std .5."""
+    """Rewards 1 0 0 0: mean .25, squared deviations .75² + 3·.25² = .75, sample variance .75 / 3 = .25, std .5."""
     advantages = grpo.group_advantages(torch.tensor([[1.0, 0, 0, 0], [3.8, 5.2, 6.1, 5.0333333]]))
     torch.testing.assert_close(advantages[0], torch.tensor([1.5, -0.5, -0.5, -0.5]), rtol=1e-5, atol=1e-5)
     # 3.8, 5.2, 6.1: mean 5.0333, deviations −1.2333, .1667, 1.0667, sample variance 1.3433, std 1.1590
     torch.testing.assert_close(grpo.group_advantages(torch.tensor([[3.8, 5.2, 6.1]]))[0],
                                torch.tensor([-1.0641, 0.1438, 0.9203]), rtol=1e-3, atol=1e-3)
-    # the mean of large rewards rounds in float32; that of their differences does not
-    torch.testing.assert_close(grpo.group_advantages(torch.tensor([[1e8, 1e8 + 8]])), torch.tensor([[-1.0, 1]]) / 2 ** .5)
+    # Deviations ±4, std √32: ∓1/√2. float32 would round the mean of such large rewards, but not that of differences.
+    torch.testing.assert_close(grpo.group_advantages(torch.tensor([[1e8, 1e8 + 8]])),
+                               torch.tensor([[-1.0, 1]]) / 2 ** .5)
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -3.3333333, 1e6])
@@ -31,6 +32,7 @@ def test_equal_rewards_give_exactly_zero(reward):
 
 
 def test_each_group_is_its_own_scale():
+    """Other groups do not matter, and neither does adding a constant to all rewards or scaling them."""
     rewards = torch.rand(5, 8)
     expected = torch.stack([grpo.group_advantages(row[None])[0] for row in rewards])
     torch.testing.assert_close(grpo.group_advantages(rewards), expected)
@@ -40,19 +42,22 @@ def test_each_group_is_its_own_scale():
 # ------------------------------------------------------------------------------------------------ weights and loss
 
 def test_weights_are_a_mean_over_tokens_then_over_completions():
-    """Lengths 1, 2 and 0 of a step of 3 completions: 1/3; 1/6, 1/6; nothing (and no NaN)."""
+    """Three completions of 1, 2 and 0 tokens: 1/3 for the first's token, 1/6 for each of the second's; no NaN."""
     mask = torch.tensor([[1, 0], [1, 1], [0, 0]]).bool()
     torch.testing.assert_close(grpo.token_weights(mask, 3), torch.tensor([[1 / 3, 0], [1 / 6, 1 / 6], [0, 0]]))
 
 
 @pytest.mark.parametrize("ratio, advantage, value, slope", [
-    (1.00, 1.0, 1.00, 1.00), (1.10, 1.0, 1.10, 1.10),
-    (1.35, 1.0, 1.20, 0.00),   # ε = .2 counts 1.2·Â and stops pushing up
-    (0.50, 1.0, 0.50, 0.50),   # a good token that fell is pushed back up
-    (0.50, -1.0, -0.80, 0.00), (1.35, -1.0, -1.35, -1.35),
-    (5.00, -1.0, -5.00, -5.00), (1e6, -1.0, -1e6, -1e6)])  # no second clip hides here
+    (1.00, 1.0, 1.00, 1.00),
+    (1.10, 1.0, 1.10, 1.10),
+    (1.35, 1.0, 1.20, 0.00),     # clipped: counts as 1.2·Â, and is pushed up no further
+    (0.50, 1.0, 0.50, 0.50),     # a good token that became rarer is pushed back up
+    (0.50, -1.0, -0.80, 0.00),   # clipped: a bad token that became rarer is pushed down no further
+    (1.35, -1.0, -1.35, -1.35),  # a bad token that became more likely is pushed back down,
+    (5.00, -1.0, -5.00, -5.00),  # however far it went: there is no dual clip
+    (1e6, -1.0, -1e6, -1e6)])
 def test_the_clipped_surrogate_by_hand(ratio, advantage, value, slope):
-    """min(ρÂ, clip(ρ, .8, 1.2)Â), and its derivative with respect to log π: ρÂ inside, 0 where the clip is chosen."""
+    """ε = .2: min(ρÂ, clip(ρ, .8, 1.2)Â). Its derivative in log π is ρÂ, or 0 where the clipped term is the smaller."""
     logprobs = torch.tensor([[math.log(ratio) - 2.0]], requires_grad=True)
     loss, stats = grpo.grpo_loss(logprobs, torch.tensor([[-2.0]]), None, torch.tensor([advantage]),
                                  torch.ones(1, 1), 0.2, 0.0)
@@ -64,9 +69,9 @@ def test_the_clipped_surrogate_by_hand(ratio, advantage, value, slope):
 
 @pytest.mark.parametrize("ref_logprob, value, slope", [
     (math.log(0.25), 0.5 + math.log(2) - 1, 0.5),
-    (math.log(0.5) - 50, 49.0, 1.0)])  # far from the reference the pull back does not end
+    (math.log(0.5) - 50, 49.0, 1.0)])  # π_ref/π = e⁻⁵⁰: however far the reference is, the gradient does not vanish
 def test_k3_by_hand_and_its_direction(ref_logprob, value, slope):
-    """π = .5, π_ref = .25: .25/.5 − ln(.25/.5) − 1 = .5 + .6931 − 1 = .1931; derivative in log π is 1 − π_ref/π = .5."""
+    """π = .5, π_ref = .25: .25/.5 − ln(.25/.5) − 1 = .5 + .6931 − 1 = .1931. Derivative in log π: 1 − π_ref/π = .5."""
     logprobs = torch.tensor([[math.log(0.5)]], requires_grad=True)
     loss, stats = grpo.grpo_loss(logprobs, logprobs.detach(), torch.tensor([[ref_logprob]]), torch.zeros(1),
                                  torch.ones(1, 1), 0.2, kl_coef=1.0)
@@ -76,7 +81,7 @@ def test_k3_by_hand_and_its_direction(ref_logprob, value, slope):
 
 
 def test_k3_estimates_the_kl_from_the_policy_to_the_reference():
-    """Its mean under π over a whole vocabulary is KL(π‖π_ref) exactly: Σ π (π_ref/π − ln(π_ref/π) − 1) = Σ π ln(π/π_ref)."""
+    """Summed over a vocabulary of five: Σ π (π_ref/π − ln(π_ref/π) − 1) = Σ π ln(π/π_ref) = KL(π‖π_ref), exactly."""
     torch.manual_seed(0)
     policy, reference = torch.randn(2, 1, 5).log_softmax(-1)
     loss, _ = grpo.grpo_loss(policy, policy, reference, torch.zeros(1), policy.exp(), 0.2, kl_coef=1.0)
@@ -84,7 +89,7 @@ def test_k3_estimates_the_kl_from_the_policy_to_the_reference():
 
 
 def test_on_policy_the_gradient_is_the_policy_gradient():
-    """At ρ = 1 and without KL: ∇loss = −Σ w Â ∇log π, clip fraction 0, and the loss is −Σ w Â."""
+    """At ρ = 1 and without KL: ∇loss = −Σ w Â ∇log π, and the clip fraction is 0."""
     torch.manual_seed(0)
     logprobs = torch.randn(4, 6, requires_grad=True)
     mask = torch.arange(6) < torch.tensor([6, 3, 1, 0])[:, None]
@@ -133,7 +138,7 @@ def test_huge_log_ratios_stay_finite(difference, advantage):
 
 @pytest.mark.parametrize("max_tokens", [1, 60, 200, 100_000])
 def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
-    """Against the definition: every completion alone, mean over its tokens, mean over the completions."""
+    """Compared with the definition: each completion on its own, a mean over its tokens, then over completions."""
     model, tokenizer = random_model("Qwen2")
     torch.manual_seed(0)
     rollout = common.sample(model, tokenizer, ["1+1=?", "12+34=?"], 6, 20)
@@ -164,12 +169,14 @@ def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
 
 # ---------------------------------------------------------------------------------------------------- whole runs
 
-@pytest.mark.parametrize("divide, beta, longest", [(True, 0.1, 21), (False, 0.0, 25)])  # 21 tokens cut some off
+@pytest.mark.parametrize("divide, beta, longest", [(True, 0.1, 21), (False, 0.0, 25)])  # 21 tokens truncate some
 def test_every_update_is_that_of_the_plain_algorithm(divide, beta, longest, tmp_path, monkeypatch):
-    """Algorithm 1 of DeepSeekMath, one completion at a time: two steps (rollouts) of P = 4 prompts with G = 4
-    completions each; each rollout is shuffled into two minibatches and gone over twice (μ = 2). ε = .05."""
+    """Algorithm 1 of DeepSeekMath, written out one completion at a time.
+
+    Two steps, each with P = 4 prompts of G = 4 completions, two minibatches and two passes (μ = 2). ε = .05.
+    """
     if not beta:
-        monkeypatch.setattr(common, "load_reference", None)  # to load it would fail: none is needed
+        monkeypatch.setattr(common, "load_reference", None)  # without KL, loading a reference would be an error
     steps = record_run(
         monkeypatch, "grpo.py", tmp_path / "run", "--steps", 2, "--prompts_per_step", 4, "--group_size", 4,
         "--minibatches", 2, "--updates_per_batch", 2, "--max_new_tokens", longest, "--temperature", 0.8,
@@ -177,7 +184,7 @@ def test_every_update_is_that_of_the_plain_algorithm(divide, beta, longest, tmp_
         "--max_grad_norm", 0.5, "--micro_batch_tokens", 200, *["--no_divide_by_std"] * (not divide))
     policy, reference = load_tiny_model(), load_tiny_model()
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
-    rates = iter([0, 1e-4] + [2e-4] * 6)  # of eight updates, the first two of them warm-up
+    rates = iter([0, 1e-4] + [2e-4] * 6)  # eight updates, of which two are warm-up
     for step in steps:
         begin_with(step, (policy, optimizer))
         [rollout], [order] = step.rollouts, step.orders
@@ -185,12 +192,12 @@ def test_every_update_is_that_of_the_plain_algorithm(divide, beta, longest, tmp_
         well_formed = torch.tensor([float(bool(re.fullmatch(
             "<think>[^<]*</think><answer>[^<]*</answer>", text))) for text in rollout.completions])
         rewards = right + 0.25 * well_formed
-        groups = rewards.view(4, 4)  # a row for each prompt
+        groups = rewards.view(4, 4)  # one row per prompt
         advantages = groups - groups.mean(1, keepdim=True)
         if divide:
-            advantages = advantages / (groups.std(1, keepdim=True) + 1e-6)  # section 4.1.2, with the sample's std
+            advantages = advantages / (groups.std(1, keepdim=True) + 1e-6)  # section 4.1.2, sample std
         advantages = advantages.flatten()
-        with torch.no_grad():  # π_old and π_ref of every token
+        with torch.no_grad():  # log π_old and log π_ref of every token
             old = [plain_logprobs(policy, rollout, i, 0.8) for i in range(16)]
             ref = [plain_logprobs(reference, rollout, i, 0.8) for i in range(16)]
         updates, clipped, kl, entropies = [], [], [], []
@@ -217,11 +224,11 @@ def test_every_update_is_that_of_the_plain_algorithm(divide, beta, longest, tmp_
             **({"kl": torch.cat(kl).mean()} if beta else {})})
         assert ("kl" in step.metrics) == (beta > 0)
     assert_same_weights(tmp_path / "run", policy)
-    assert any(step.metrics["clip_fraction"] > 0 for step in steps)  # ε is small enough to matter
+    assert any(step.metrics["clip_fraction"] > 0 for step in steps)  # ε was small enough to clip
 
 
 def test_a_whole_run_learns_and_its_model_loads(tmp_path):
-    """Six steps: log, samples and model are there, step one is on-policy, accuracy rises."""
+    """Six steps: the first is on-policy, accuracy rises, and the log, samples and model are written."""
     out = tmp_path / "run"
     done = run_script("grpo.py", "--steps", 6, "--eval_every", 3, "--eval_samples", 2, "--save_every", 5,
                       "--output_dir", out)
@@ -229,7 +236,8 @@ def test_a_whole_run_learns_and_its_model_loads(tmp_path):
     metrics = read_metrics(out)
     assert [m["step"] for m in metrics] == list(range(7))
     first = metrics[1]
-    assert first["kl"] == 0 and first["clip_fraction"] == 0 and abs(first["loss"]) < 1e-6 and first["lr"] == 1e-4
+    assert first["kl"] == 0 and first["clip_fraction"] == 0 and abs(first["loss"]) < 1e-6
+    assert first["lr"] == 1e-4
     assert {"reward", "accuracy", "entropy", "grad_norm", "completion_length", "truncated_fraction", "seconds",
             "tokens_per_second", "peak_memory_mb"} <= first.keys()
     assert {"eval_accuracy", "eval_avg@2", "eval_pass@2"} <= metrics[0].keys() & metrics[3].keys() & metrics[6].keys()
@@ -243,17 +251,21 @@ def test_a_whole_run_learns_and_its_model_loads(tmp_path):
 
 
 def test_the_reward_function_of_the_readme(tmp_path):
-    """It runs as it stands there, by hand: 1 + 0.5 − 0.3·len/100 − 0.5, half of the steps sound, and text of any form."""
+    """reward.py as printed there: correct + 0.5·(share of sound steps) − 0.3·len/100 − 0.5, for text of any form."""
     code = (ROOT / "README.md").read_text().split("```python\n# reward.py")[1].split("```")[0]
     (tmp_path / "reward.py").write_text("# reward.py" + code)
     judge = common.load_reward_function(f"{tmp_path / 'reward.py'}:composite")
     problem = common.Problem("5+7=?", [], "12", {"answer": "12"})
-    for text, correct, sound in (("<think>5+7=12</think><answer>12</answer>", 1, 1), ("1+1=2,5+7=13 #### 13", 0, 0.5),
-                                 ("7++8=15,+=3,+8=8,==", 0, 1 / 2), ("", 0, 0)):
+    for text, correct, sound in (
+            ("<think>5+7=12</think><answer>12</answer>", 1, 1),
+            ("1+1=2,5+7=13 #### 13", 0, 0.5),    # 5+7=13 is wrong
+            ("7++8=15,+=3,+8=8,==", 0, 1 / 2),   # read as the steps 8=15 and 8=8
+            ("", 0, 0)):
         assert judge(problem, text) == pytest.approx(correct + 0.5 * sound - 0.3 * len(text) / 100 - 0.5), text
         assert (judge(problem, text) > 0) == correct
     done = run_script("grpo.py", "--steps", 1, "--prompts_per_step", 4, "--group_size", 4, "--output_dir",
                       tmp_path / "run", "--reward", f"{tmp_path / 'reward.py'}:composite")
     assert done.returncode == 0, done.stderr
     start, step = read_metrics(tmp_path / "run")
-    assert start["eval_accuracy"] < 0.65 and step["reward"] not in (0, 1)  # correct is what the verifier calls so
+    assert start["eval_accuracy"] < 0.65  # only a reward above 0 counts as correct
+    assert step["reward"] not in (0, 1)   # the run uses this reward, not the verifier's

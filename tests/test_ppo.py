@@ -1,4 +1,4 @@
-"""PPO's equations by hand and against their definitions, its invariances, the critic, and whole runs."""
+"""PPO: its equations on hand-worked numbers and against their definitions, invariances, the critic, and whole runs."""
 import itertools
 import json
 import math
@@ -16,12 +16,12 @@ from helpers import (assert_metrics, assert_same_weights, begin_with, few_proble
                      plain_entropies, plain_finished, plain_logprobs, plain_update, random_model, read_metrics,
                      record_run, row_alone, run_script)
 
-LENGTHS = [6, 3, 1, 0]  # masks that end early, and a completion without tokens
+LENGTHS = [6, 3, 1, 0]  # from the full width to a completion without tokens
 MASK = torch.arange(6) < torch.tensor(LENGTHS)[:, None]
 
 
 def random_critic(architecture: str = "Qwen2", seed: int = 0):
-    """A random classifier with one label, and its tokenizer."""
+    """A sequence classifier with one label and random weights, and its tokenizer."""
     policy, tokenizer = random_model(architecture, seed)
     policy.config.num_labels = 1
     critic = AutoModelForSequenceClassification.from_config(policy.config).eval()
@@ -31,7 +31,7 @@ def random_critic(architecture: str = "Qwen2", seed: int = 0):
 
 
 def plain_values(critic, rollout, i):
-    """Values [|o_i|] of the states before the tokens of completion i, read alone."""
+    """Values [|o_i|], each of the state before a token of completion i, computed without padding or other rows."""
     ids, n = row_alone(rollout, i)
     return critic.score(critic.base_model(ids[None])[0])[0, -n - 1:-1, 0]
 
@@ -39,12 +39,16 @@ def plain_values(critic, rollout, i):
 # ------------------------------------------------------------------------------------------- rewards per token
 
 def test_token_rewards_by_hand():
-    """β = .1: −.1·(−1 − (−2)) = −.1, then −.1·(−1 − 0) + 5 = 5.1 at the last token; a lone token has both."""
-    logprobs, ref_logprobs = torch.tensor([[-1.0, -1, -9], [-3, -9, -9]]), torch.tensor([[-2.0, 0, 4], [-1, 4, 4]])
+    """β = .1: −.1·(−1 − (−2)) = −.1, then −.1·(−1 − 0) + 5 = 5.1 at the last token.
+
+    A lone token gets both the penalty and the score: −.1·(−3 − (−1)) − 1 = −.8.
+    """
+    logprobs = torch.tensor([[-1.0, -1, -9], [-3, -9, -9]])
+    ref_logprobs = torch.tensor([[-2.0, 0, 4], [-1, 4, 4]])
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
     rewards = ppo.token_rewards(torch.tensor([5.0, -1.0]), logprobs, ref_logprobs, mask, 0.1)
     torch.testing.assert_close(rewards, torch.tensor([[-0.1, 5.1, 0], [-0.8, 0, 0]]))
-    rewards = ppo.token_rewards(torch.tensor([5.0, -1.0]), logprobs, torch.zeros(2, 3), mask, 0.0)  # without reference
+    rewards = ppo.token_rewards(torch.tensor([5.0, -1.0]), logprobs, torch.zeros(2, 3), mask, 0.0)  # no reference
     torch.testing.assert_close(rewards, torch.tensor([[0, 5.0, 0], [-1, 0, 0]]))
 
 
@@ -60,7 +64,7 @@ def test_token_rewards_sum_to_the_score_less_the_kl():
 # -------------------------------------------------------------------------------------------------- advantages
 
 def gae_by_definition(rewards, values, mask, gamma, lam):
-    """Â_t = Σ_l (γλ)^l (r_{t+l} + γ V_{t+l+1} − V_{t+l}), token by token, in Python's floats."""
+    """PPO eq. 11, 12: Â_t = Σ_l (γλ)^l (r_{t+l} + γ V_{t+l+1} − V_{t+l}), token by token, in Python floats."""
     advantages = torch.zeros(rewards.shape)
     for i, n in enumerate(mask.sum(1).tolist()):
         r, v = rewards[i, :n].tolist(), values[i, :n].tolist() + [0.0]
@@ -95,7 +99,7 @@ def test_gae_of_completions_without_tokens():
 
 
 def test_without_discounting_gae_is_return_minus_value():
-    """γ = λ = 1: Â_t = Σ_{s ≥ t} r_s − V_t, and the critic's target is the sum of the rewards to come."""
+    """γ = λ = 1: Â_t = Σ_{s ≥ t} r_s − V_t, and the critic's target is the sum of the rewards still to come."""
     torch.manual_seed(0)
     rewards, values = torch.randn(4, 6), torch.randn(4, 6)
     advantages, returns = ppo.gae(rewards, values, MASK, 1.0, 1.0)
@@ -105,7 +109,7 @@ def test_without_discounting_gae_is_return_minus_value():
 
 
 def test_whitening_by_hand():
-    """1 2 3 6 over two completions: mean 3, squares 4 1 0 9, variance 3.5."""
+    """1 2 | 3 6 in two completions: mean 3, squared deviations 4 1 0 9, variance 14 / 4 = 3.5."""
     advantages = torch.tensor([[1.0, 2, 99], [3, 6, 99]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 0]]).bool()
     torch.testing.assert_close(ppo.whiten(advantages, mask),
@@ -113,7 +117,7 @@ def test_whitening_by_hand():
 
 
 def test_whitening_is_over_the_whole_batch():
-    """Two halves of different scale keep their difference; whitened apart, each would have mean 0 and std 1."""
+    """Two halves with means 0 and 10 still differ afterwards; whitened separately, each would have mean 0."""
     torch.manual_seed(0)
     advantages = torch.randn(4, 6) + torch.tensor([0.0, 0, 10, 10])[:, None]
     mask = torch.ones(4, 6).bool()
@@ -125,27 +129,30 @@ def test_whitening_is_over_the_whole_batch():
 @pytest.mark.parametrize("value", [0.0, 0.1, -3.3333333, 1e6])
 def test_equal_advantages_are_exactly_zero(value):
     assert (ppo.whiten(torch.full((4, 6), value), MASK) == 0).all()
-    assert (ppo.whiten(torch.full((1, 1), value), torch.ones(1, 1).bool()) == 0).all()  # a single token
-    assert (ppo.whiten(torch.full((1, 1), value), torch.zeros(1, 1).bool()) == 0).all()  # none
+    assert (ppo.whiten(torch.full((1, 1), value), torch.ones(1, 1).bool()) == 0).all()   # a single token
+    assert (ppo.whiten(torch.full((1, 1), value), torch.zeros(1, 1).bool()) == 0).all()  # no token at all
 
 
 # ------------------------------------------------------------------------------------------------ weights and loss
 
 def test_weights_are_a_mean_over_all_tokens():
-    """Lengths 1, 2 and 0: 1/3 each."""
+    """Three completions of 1, 2 and 0 tokens: 1/3 for each token. No tokens at all: 0, not NaN."""
     mask = torch.tensor([[1, 0], [1, 1], [0, 0]]).bool()
     torch.testing.assert_close(ppo.token_weights(mask, mask.sum()), torch.tensor([[1, 0], [1, 1], [0, 0]]) / 3)
     assert (ppo.token_weights(mask & False, 0) == 0).all()
 
 
 @pytest.mark.parametrize("ratio, advantage, value, slope", [
-    (1.00, 1.0, 1.00, 1.00), (1.10, 1.0, 1.10, 1.10),
-    (1.35, 1.0, 1.20, 0.00),   # ε = .2 counts 1.2·Â and stops pushing up
-    (0.50, 1.0, 0.50, 0.50),   # a good token that fell is pushed back up
-    (0.50, -1.0, -0.80, 0.00), (1.35, -1.0, -1.35, -1.35),
-    (5.00, -1.0, -5.00, -5.00), (1e6, -1.0, -1e6, -1e6)])  # no second clip hides here
+    (1.00, 1.0, 1.00, 1.00),
+    (1.10, 1.0, 1.10, 1.10),
+    (1.35, 1.0, 1.20, 0.00),     # clipped: counts as 1.2·Â, and is pushed up no further
+    (0.50, 1.0, 0.50, 0.50),     # a good token that became rarer is pushed back up
+    (0.50, -1.0, -0.80, 0.00),   # clipped: a bad token that became rarer is pushed down no further
+    (1.35, -1.0, -1.35, -1.35),  # a bad token that became more likely is pushed back down,
+    (5.00, -1.0, -5.00, -5.00),  # however far it went: there is no dual clip
+    (1e6, -1.0, -1e6, -1e6)])
 def test_the_clipped_surrogate_by_hand(ratio, advantage, value, slope):
-    """min(ρÂ, clip(ρ, .8, 1.2)Â), and its derivative with respect to log π: ρÂ inside, 0 where the clip is chosen."""
+    """ε = .2: min(ρÂ, clip(ρ, .8, 1.2)Â). Its derivative in log π is ρÂ, or 0 where the clipped term is the smaller."""
     logprobs = torch.tensor([[math.log(ratio) - 2.0]], requires_grad=True)
     loss, stats = ppo.ppo_loss(logprobs, torch.tensor([[-2.0]]), torch.tensor([[advantage]]), torch.ones(1, 1), 0.2)
     loss.backward()
@@ -155,12 +162,12 @@ def test_the_clipped_surrogate_by_hand(ratio, advantage, value, slope):
 
 
 @pytest.mark.parametrize("value, target, loss, slope", [
-    (0.1, 1.0, 0.405, -0.9),   # inside ε = .2: ½·.9²
-    (0.5, 1.0, 0.320, 0.0),    # moved too far, toward the target: counted at .2, ½·.8², and not pushed
-    (-0.5, 1.0, 1.125, -1.5),  # moved too far, away from the target: counted and pushed in full, ½·1.5²
-    (0.5, 0.1, 0.080, 0.4)])   # overshot: ½·max(.4², .1²)
+    (0.1, 1.0, 0.405, -0.9),   # moved less than ε_v: ½·.9²
+    (0.5, 1.0, 0.320, 0.0),    # moved too far towards the target: counts as V = .2, ½·.8², without gradient
+    (-0.5, 1.0, 1.125, -1.5),  # moved too far away from the target: ½·1.5², and pushed back
+    (0.5, 0.1, 0.080, 0.4)])   # overshot the target: ½·max(.4², .1²), and pushed back
 def test_the_four_cases_of_value_clipping(value, target, loss, slope):
-    """½ max((V − V̂)², (clip(V, ±.2) − V̂)²) around an old value of 0, and its derivative in V."""
+    """V_old = 0, ε_v = .2: ½ max((V − V̂)², (clip(V, −.2, .2) − V̂)²), and its derivative in V."""
     values = torch.tensor([[value]], requires_grad=True)
     result, stats = ppo.value_loss(values, torch.zeros(1, 1), torch.tensor([[target]]), torch.ones(1, 1), 0.2)
     result.backward()
@@ -171,6 +178,7 @@ def test_the_four_cases_of_value_clipping(value, target, loss, slope):
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e38])
 def test_nothing_under_the_mask_matters(garbage):
+    """The whole chain: token rewards, GAE, whitening, both losses and their gradients, explained variance."""
     def run(fill):
         tensors = [torch.linspace(-3, -1, 24).view(4, 6) * k for k in (1.0, 1.1, 0.9, 0.7)]
         logprobs, old_logprobs, ref_logprobs, values = [t.where(MASK, fill) for t in tensors]
@@ -209,16 +217,19 @@ def test_huge_log_ratios_stay_finite(difference, advantage):
 
 
 def test_explained_variance_by_hand():
-    """Returns 1 2 3 have variance 2/3. A perfect critic, one that is off by a constant: 1. A constant one: 0. Twice the
-    deviation, the wrong way round (3 2 1): errors −2 0 2, variance 8/3, 1 − 4 = −3."""
+    """Returns 1 2 3, of variance 2/3."""
     returns, mask = torch.tensor([[1.0, 2, 3, 9]]), torch.tensor([[1, 1, 1, 0]]).bool()
-    for values, expected in (([1.0, 2, 3, 0], 1), ([3.0, 4, 5, 0], 1), ([7.0, 7, 7, 0], 0), ([3.0, 2, 1, 0], -3)):
+    for values, expected in (
+            ([1.0, 2, 3, 0], 1),    # perfect
+            ([3.0, 4, 5, 0], 1),    # off by a constant
+            ([7.0, 7, 7, 0], 0),    # a constant
+            ([3.0, 2, 1, 0], -3)):  # the wrong way round: errors −2 0 2, of variance 8/3, so 1 − 4
         assert ppo.explained_variance(torch.tensor([values]), returns, mask) == pytest.approx(expected, abs=1e-6)
-    assert ppo.explained_variance(returns, torch.ones(1, 4), mask) == 0.0
+    assert ppo.explained_variance(returns, torch.ones(1, 4), mask) == 0.0  # the returns are all equal
 
 
 def test_the_kl_controller_by_hand():
-    """Target 6: at 6.6 e = .1, β grows by 1%; far above or below it moves by 2% at most."""
+    """Target 6: at 6.6, e = .1 and β grows by 1%; however far the KL is from the target, β moves by 2% at most."""
     assert ppo.adapted_kl_coef(0.2, 6.6, 6.0) == pytest.approx(0.2 * 1.01)
     assert ppo.adapted_kl_coef(0.2, 600.0, 6.0) == pytest.approx(0.2 * 1.02)
     assert ppo.adapted_kl_coef(0.2, -5.0, 6.0) == pytest.approx(0.2 * 0.98)
@@ -229,7 +240,7 @@ def test_the_kl_controller_by_hand():
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "GPT2", "Mistral"])
 def test_the_value_of_a_token_is_that_of_the_state_before_it(architecture):
-    """Against the classifier's own head on each prefix alone, without padding: V_t reads the tokens up to t − 1."""
+    """V_t is the head's output on the prefix that ends at token t − 1; here, each prefix is read without padding."""
     critic, tokenizer = random_critic(architecture)
     prompts = [tokenizer.encode(text) for text in ("12+34=?", "7+8=?")]
     completions = [tokenizer.encode("2+4=6") + [tokenizer.eos_token_id], tokenizer.encode("15")]
@@ -242,7 +253,7 @@ def test_the_value_of_a_token_is_that_of_the_state_before_it(architecture):
             torch.testing.assert_close(values[row, t], critic.score(hidden)[0, 0], rtol=1e-4, atol=1e-5)
     assert (values[~mask] == 0).all()
 
-    for t in range(T):  # and other tokens from t on change nothing up to t
+    for t in range(T):  # replacing the tokens from t on changes no value up to V_t
         changed = input_ids.clone()
         changed[:, input_ids.shape[1] - T + t:] = 9
         torch.testing.assert_close(common.token_values(critic, changed, attention_mask, T)[:, :t + 1],
@@ -250,7 +261,7 @@ def test_the_value_of_a_token_is_that_of_the_state_before_it(architecture):
 
 
 def test_a_critic_of_another_vocabulary_is_not_taken(tmp_path, policy_directory):
-    """The critic reads what the policy writes: it starts from the reward model only where both number tokens alike."""
+    """The critic reads the policy's tokens: it starts from the reward model only if their vocabularies are the same."""
     save_reward_model(tmp_path / "rm")
     tokenizer = common.load_tokenizer(str(tmp_path / "rm"))
     cfg = reward_config(tmp_path / "rm", policy_directory)
@@ -266,7 +277,8 @@ def test_the_critic_starts_at_zero_from_the_policy(tmp_path):
     random_state = torch.get_rng_state()
     cfg = SimpleNamespace(model=str(tmp_path), reward="verifier", data="arithmetic", trust_remote_code=False)
     critic = ppo.load_value_model(cfg, torch.device("cpu"), tokenizer)
-    assert torch.equal(random_state, torch.get_rng_state())  # or ranks, of which one reads the weights, would part
+    # Only one rank reads the weights: if loading drew random numbers, the ranks would diverge.
+    assert torch.equal(random_state, torch.get_rng_state())
     ids = torch.tensor([[3, 9, 10, 11]])
     assert (common.token_values(critic, ids, torch.ones_like(ids), 3) == 0).all()
     torch.testing.assert_close(critic.base_model(ids)[0], policy.base_model(ids)[0])
@@ -275,7 +287,7 @@ def test_the_critic_starts_at_zero_from_the_policy(tmp_path):
 
 @pytest.mark.parametrize("max_tokens", [1, 60, 200, 100_000])
 def test_any_micro_batch_size_gives_the_same_gradients(max_tokens):
-    """Policy and critic, against the definition: every completion alone, and one mean over the tokens of all."""
+    """Compared with the definition, for policy and critic: each completion on its own, one mean over all tokens."""
     policy, tokenizer = random_model("Qwen2")
     critic, _ = random_critic()
     torch.manual_seed(0)
@@ -303,7 +315,7 @@ def test_any_micro_batch_size_gives_the_same_gradients(max_tokens):
         for i in range(12):
             logprobs, values = plain_logprobs(policy, rollout, i), plain_values(critic, rollout, i)
             n = len(values)
-            (-(logprobs * advantages[i, :n]).sum() / total).backward()
+            (-(logprobs * advantages[i, :n]).sum() / total).backward()  # at ρ = 1, the gradient of eq. 7
             old, target = old_values[i, :n], returns[i, :n]
             clipped = old + (values - old).clamp(-0.2, 0.2)
             (torch.max((values - target) ** 2, (clipped - target) ** 2).sum() / 2 / total).backward()
@@ -347,7 +359,7 @@ def problems_and_rollout(policy_directory):
 
 
 def test_a_reward_model_reads_the_sampled_tokens_at_the_last_of_them(tmp_path, policy_directory):
-    """Its score of each row alone, EOS included where there is one, less the shift of its config."""
+    """The reward is its score of each row without padding, EOS included if there is one, minus the config's shift."""
     model = save_reward_model(tmp_path / "rm", shift=0.25)
     problems, rollout = problems_and_rollout(policy_directory)
     assert rollout.finished.any() and not rollout.finished.all()
@@ -357,16 +369,19 @@ def test_a_reward_model_reads_the_sampled_tokens_at_the_last_of_them(tmp_path, p
         ids = rollout.input_ids[i][rollout.attention_mask[i].bool()]
         expected = model.score(model.base_model(ids[None])[0])[0, -1, 0] - 0.25
         torch.testing.assert_close(rewards.flatten()[i], expected, rtol=1e-4, atol=1e-5)
-    rollout.completions[2] = "<think>1+1=2</think><answer>2</answer>"  # say
-    with_format, correct = common.load_reward(reward_config(
-        tmp_path / "rm", policy_directory, format_reward=0.5))(problems, rollout)
+    rollout.completions[2] = "<think>1+1=2</think><answer>2</answer>"  # as if sampled
+    cfg = reward_config(tmp_path / "rm", policy_directory, format_reward=0.5)
+    with_format, correct = common.load_reward(cfg)(problems, rollout)
     expected = torch.tensor([[0.0, 0, 1, 0], [0, 0, 0, 0]])
     torch.testing.assert_close(with_format - rewards, 0.5 * expected)
     assert torch.equal(correct, expected.bool())
 
 
 def test_a_reward_model_of_another_vocabulary_reads_the_text(tmp_path, policy_directory):
-    """The same model with its token ids shuffled, and its tokenizer too, scores the decoded text as the first would."""
+    """A reward model and its tokenizer get their token ids reversed: it must now read the decoded text.
+
+    Expected is its score of each prompt and completion, tokenized anew, with EOS if the completion is finished.
+    """
     model = save_reward_model(tmp_path / "rm")
     problems, rollout = problems_and_rollout(policy_directory)
     tokenizer = common.tiny_tokenizer()
@@ -392,8 +407,10 @@ def test_a_reward_model_of_another_vocabulary_reads_the_text(tmp_path, policy_di
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_run_with_a_reward_model(tmp_path, normalize):
-    """Llama as reward model and as critic, under a Qwen2 policy; accuracy is the verifier's. On the first rollout the
-    normalised scores have mean 0, and a resumed run keeps their scale."""
+    """A Qwen2 policy with a Llama reward model and critic: accuracy still comes from the verifier.
+
+    Normalized scores have mean 0 on the first rollout, and a resumed run keeps the same scale.
+    """
     save_reward_model(tmp_path / "rm", shift=1.5)
     flags = ["--prompts_per_step", 16, "--reward", tmp_path / "rm", "--output_dir", tmp_path / "run", "--eval_data",
              few_problems(tmp_path), "--missing_eos_score", "none", *["--no_normalize_scores"] * (not normalize)]
@@ -402,11 +419,11 @@ def test_a_run_with_a_reward_model(tmp_path, normalize):
         assert done.returncode == 0, done.stderr
     _, first, second = read_metrics(tmp_path / "run")
     assert 0 < first["accuracy"] < 1 and (abs(first["reward"]) < 1e-5) == normalize
-    assert 1e-4 < abs(second["reward"] - first["reward"]) < 1  # the same scale, and not a mean of its own
+    assert 1e-4 < abs(second["reward"] - first["reward"]) < 1  # the same scale, not a new mean of 0
 
 
 def test_the_format_reward_keeps_its_weight_beside_normalised_scores(tmp_path):
-    """A head a hundred times as large gives the same normalised scores, and 0.5 is added to the well-formed ones."""
+    """Scaling the reward model's head by 100 changes nothing: the well-formed completions still get 0.5 more."""
     rewards = {}
     for size in (1.0, 100.0):
         save_reward_model(tmp_path / f"rm-{size}", size=size)
@@ -425,7 +442,7 @@ def test_the_format_reward_keeps_its_weight_beside_normalised_scores(tmp_path):
 
 
 def test_equal_scores_have_no_spread(tmp_path, monkeypatch):
-    """Twelve equal scores, whose std float32 takes for 3e-8: each is worth 0, not a rounding error blown up."""
+    """Twelve scores of 0.1, whose std is not 0 in float32 but a rounding error: normalized, each is 0 all the same."""
     scores = torch.full((12, 1), 0.1)
     assert scores.std(correction=0) > 0 and (scores - scores.mean()).any()
     save_reward_model(tmp_path / "rm")
@@ -448,7 +465,7 @@ def test_a_directory_that_is_no_reward_model_is_refused_by_name(tmp_path, policy
 # ---------------------------------------------------------------------------------------------------- whole runs
 
 def test_a_whole_run_learns_and_its_model_loads(tmp_path):
-    """Two steps: step one is on-policy, the critic is there, accuracy rises, model/ is the policy alone."""
+    """Two steps: the first is on-policy, with a critic that predicts 0; accuracy rises; model/ is the policy."""
     out = tmp_path / "run"
     done = run_script("ppo.py", "--steps", 2, "--prompts_per_step", 192, "--output_dir", out)
     assert done.returncode == 0, done.stderr
@@ -467,8 +484,11 @@ def test_a_whole_run_learns_and_its_model_loads(tmp_path):
 
 @pytest.mark.parametrize("beta, gamma, lam, bonus, missing", [(0.1, 0.9, 0.8, 0.05, -0.5), (0.0, 1.0, 1.0, 0.0, None)])
 def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, missing, tmp_path, monkeypatch):
-    """PPO as RLHF uses it, one completion at a time: InstructGPT's reward (eq. 2), clip and GAE (PPO eq. 7, 11, 12),
-    advantages whitened over each minibatch, Ziegler's adaptive β; two rollouts, two minibatches, two passes."""
+    """PPO as RLHF uses it, written out one completion at a time.
+
+    InstructGPT's reward (eq. 2), clip and GAE (PPO eq. 7, 11, 12), advantages whitened over each minibatch, Ziegler's
+    adaptive β. Two steps, each with two minibatches and two passes.
+    """
     steps = record_run(
         monkeypatch, "ppo.py", tmp_path / "run", "--steps", 2, "--prompts_per_step", 12, "--minibatches", 2,
         "--updates_per_batch", 2, "--max_new_tokens", 21, "--temperature", 0.8, "--gamma", gamma, "--lam", lam,
@@ -477,7 +497,7 @@ def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, mi
         "--lr", 2e-4, "--value_lr", 1e-3, "--max_grad_norm", 0.5, "--micro_batch_tokens", 80)
     policy, reference = load_tiny_model(), load_tiny_model()
     critic = AutoModelForSequenceClassification.from_pretrained(
-        common.build_tiny_model("arithmetic"), num_labels=1).eval()  # the policy's body, a head of zeros
+        common.build_tiny_model("arithmetic"), num_labels=1).eval()  # the policy's body, and a head of zeros
     torch.nn.init.zeros_(critic.score.weight)
     optimizer, critic_optimizer = (torch.optim.AdamW(m.parameters(), weight_decay=0.0) for m in (policy, critic))
     for step in steps:
@@ -485,19 +505,20 @@ def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, mi
         [rollout], [order] = step.rollouts, step.orders
         right, finished = [float(is_right(rollout, i)) for i in range(12)], plain_finished(rollout)
         scores = [right[i] if finished[i] or missing is None else missing for i in range(12)]
-        with torch.no_grad():  # π_old, π_ref and V_old of every token
+        with torch.no_grad():  # log π_old, log π_ref and V_old of every token
             old = [plain_logprobs(policy, rollout, i, 0.8) for i in range(12)]
             ref = [plain_logprobs(reference, rollout, i, 0.8) for i in range(12)]
             old_values = [plain_values(critic, rollout, i) for i in range(12)]
         advantages = []
         for i in range(12):
-            rewards = -beta * (old[i] - ref[i])  # InstructGPT eq. 2, a token at a time
+            rewards = -beta * (old[i] - ref[i])  # InstructGPT eq. 2, spread over the tokens
             rewards[-1] += scores[i]
-            values = torch.cat([old_values[i], torch.zeros(1)])  # after the last token: 0
+            values = torch.cat([old_values[i], torch.zeros(1)])  # 0 after the last token
             deltas = rewards + gamma * values[1:] - values[:-1]  # PPO eq. 12
             advantages.append(torch.stack([  # PPO eq. 11: Â_t = Σ_l (γλ)^l δ_{t+l}
-                sum((gamma * lam) ** l * delta for l, delta in enumerate(deltas[t:])) for t in range(len(deltas))]))
-        returns = [advantages[i] + old_values[i] for i in range(12)]  # what the critic learns; not whitened
+                sum((gamma * lam) ** l * delta for l, delta in enumerate(deltas[t:]))
+                for t in range(len(deltas))]))
+        returns = [advantages[i] + old_values[i] for i in range(12)]  # V̂ = Â + V_old, with Â not whitened
         updates, value_updates, clipped, value_clipped, entropies = [], [], [], [], []
         for minibatch in order.tensor_split(2) * 2:
             all_advantages = torch.cat([advantages[i] for i in minibatch])
@@ -529,22 +550,23 @@ def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, mi
             expected[f"value_{name}"] = sum(update[name] for update in value_updates) / len(value_updates)
         if beta:
             expected |= {"kl": log_ratios.mean(), "kl_coef": beta}
-            error = log_ratios.sum() / 12 / 3 - 1  # of the target, 3 nats per completion
+            error = log_ratios.sum() / 12 / 3 - 1  # (KL − target) / target, with a target of 3 nats per completion
             beta *= 1 + 0.1 * error.clamp(-0.2, 0.2).item()
         assert_metrics(step, updates, expected)
         assert ("kl" in step.metrics) == (beta > 0)
     assert_same_weights(tmp_path / "run", policy)
-    for name in ("clip_fraction", "value_clip_fraction"):  # both ε are small enough to matter
+    for name in ("clip_fraction", "value_clip_fraction"):  # both ε were small enough to clip
         assert any(step.metrics[name] > 0 for step in steps)
 
 
 def test_completions_without_eos_get_their_score_and_the_kl_coefficient_survives_a_resume(tmp_path):
+    """Four steps in one run, and in two runs of two steps, log the same numbers."""
     flags = ["--prompts_per_step", 8, "--max_new_tokens", 8, "--missing_eos_score", "-2.5", "--kl_target", 0.01,
              "--updates_per_batch", 1, "--save_every", 1, "--lr", 1e-3, "--eval_data", few_problems(tmp_path)]
     whole = run_script("ppo.py", "--steps", 4, "--output_dir", tmp_path / "whole", *flags)
     assert whole.returncode == 0, whole.stderr
     expected = read_metrics(tmp_path / "whole")
-    assert expected[1]["reward"] == -2.5  # eight tokens are too few to end
+    assert expected[1]["reward"] == -2.5  # no completion ends within eight tokens
     coefficients = [m["kl_coef"] for m in expected[1:]]
     assert coefficients[1] == pytest.approx(ppo.Config.kl_coef * 0.98) and len(set(coefficients)) == 4
     for steps in (2, 4):
@@ -557,20 +579,24 @@ def test_completions_without_eos_get_their_score_and_the_kl_coefficient_survives
 
 
 @pytest.mark.parametrize("flags, word", [
-    (["--missing_eos_score", "low"], "--missing_eos_score"), (["--missing_eos_score", "nan"], "--missing_eos_score"),
-    (["--missing_eos_score=-inf"], "--missing_eos_score"), (["--kl_target", 6, "--kl_coef", 0], "--kl_target"),
-    (["--lam", 1.5], "--lam"), (["--reward", "no/such/directory"], "--reward")])
+    (["--missing_eos_score", "low"], "--missing_eos_score"),
+    (["--missing_eos_score", "nan"], "--missing_eos_score"),
+    (["--missing_eos_score=-inf"], "--missing_eos_score"),
+    (["--kl_target", 6, "--kl_coef", 0], "--kl_target"),
+    (["--lam", 1.5], "--lam"),
+    (["--reward", "no/such/directory"], "--reward")])
 def test_mistakes_are_one_line(tmp_path, flags, word):
     done = run_script("ppo.py", "--output_dir", tmp_path / "run", *flags)
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and word in done.stderr
 
 
 def test_equal_advantages_are_exactly_zero_for_any_count():
-    """0.3 twenty-one times: their sum rounds, and 3e-8 / 1e-8 would be an advantage."""
+    """The mean of 21 times 0.3 rounds: the deviation of 3e-8, divided by a std of the same size, would not be small."""
     assert (ppo.whiten(torch.full((3, 7), 0.3), torch.ones(3, 7).bool()) == 0).all()
 
 
 def save_scorer(directory, spread):
+    """Save a random reward model whose head has the std `spread`, and its tokenizer."""
     policy, tokenizer = random_model("Llama")
     policy.config.num_labels = 1
     torch.manual_seed(0)
@@ -581,21 +607,23 @@ def save_scorer(directory, spread):
 
 
 def test_a_reward_models_scores_are_normalised_and_then_those_without_eos_bounded(tmp_path, monkeypatch):
-    """(score − mean) / std over the whole first rollout; then, without EOS, at most what --missing_eos_score says."""
+    """(score − mean) / std over the first rollout; then, without EOS, at most --missing_eos_score."""
     save_scorer(tmp_path / "rm", 0.3)
-    [step] = record_run(monkeypatch, "ppo.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 16, "--max_new_tokens", 21,
-                        "--temperature", 1.3, "--reward", tmp_path / "rm", "--missing_eos_score", -0.5)
+    [step] = record_run(
+        monkeypatch, "ppo.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 16, "--max_new_tokens", 21,
+        "--temperature", 1.3, "--reward", tmp_path / "rm", "--missing_eos_score", -0.5)
     [rollout], [problems] = step.rollouts, step.batches
     scores, _ = common.load_reward(ppo.Config(reward=str(tmp_path / "rm")))(problems, rollout)
     finished = plain_finished(rollout)
     normal = ((scores - scores.mean()) / scores.std(correction=0))[:, 0]
-    expected = torch.tensor([s if whole else min(s, -0.5) for s, whole in zip(normal.tolist(), finished)])
+    expected = torch.tensor([score if done else min(score, -0.5) for score, done in zip(normal.tolist(), finished)])
     assert (normal[~finished] < -0.5).any() and (normal[~finished] > -0.5).any() and finished.any()
     assert step.metrics["reward"] == pytest.approx(expected.mean().item(), rel=1e-4)
 
 
 def test_scores_that_are_all_equal_are_not_divided_by_0(tmp_path, monkeypatch):
     save_scorer(tmp_path / "rm", 0.0)
-    [step] = record_run(monkeypatch, "ppo.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 4, "--reward", tmp_path / "rm",
-                        "--missing_eos_score", "none", "--updates_per_batch", 1)
+    [step] = record_run(
+        monkeypatch, "ppo.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 4, "--reward", tmp_path / "rm",
+        "--missing_eos_score", "none", "--updates_per_batch", 1)
     assert step.metrics["reward"] == 0 and math.isfinite(step.metrics["loss"])

@@ -1,4 +1,4 @@
-"""The reward model's losses by hand, and a score that padding does not move."""
+"""The reward model: its losses on hand-worked numbers, scores that padding does not change, and whole runs."""
 import itertools
 import json
 import math
@@ -14,9 +14,10 @@ from helpers import (assert_metrics, assert_same_weights, begin_with, plain_upda
 
 
 def test_preference_loss_by_hand():
-    """Scores 2 and 1: −log σ(1) = .31326; with margin 1: −log σ(0) = ln 2."""
+    """Scores 2 and 1: −log σ(2 − 1) = .31326; with margin 1: −log σ(2 − 1 − 1) = ln 2."""
     loss, stats = reward_model.preference_loss(torch.tensor([2.0]), torch.tensor([1.0]))
-    assert loss.item() == pytest.approx(math.log(1 + math.exp(-1))) and stats["pair_accuracy"] == 1 and stats["margin"] == 1
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(-1)))
+    assert stats["pair_accuracy"] == 1 and stats["margin"] == 1
     loss, _ = reward_model.preference_loss(torch.tensor([2.0]), torch.tensor([1.0]), torch.tensor([1.0]))
     assert loss.item() == pytest.approx(math.log(2))
     loss, _ = reward_model.preference_loss(torch.tensor([-9e3, 9e3]), torch.zeros(2))
@@ -33,7 +34,7 @@ def test_ranking_loss_is_the_mean_over_all_pairs():
 
 
 def test_ties_make_no_pair():
-    """Scores 1, 1, 0: two pairs of three, and the two right answers are not told apart."""
+    """Scores 1, 1, 0: two of the three pairs remain, without the one of the two right answers."""
     preference = common.read_preference({"prompt": "p", "responses": ["c", "a", "b"], "scores": [0, 1, 1]})
     assert preference.answers == ["a", "b", "c"] and preference.pairs == [(0, 2), (1, 2)]
     assert common.read_preference({"prompt": "p", "responses": ["a", "b"], "scores": [1, 1]}) is None
@@ -42,31 +43,33 @@ def test_ties_make_no_pair():
 
 
 def test_calibration_error():
-    """Δ = 0 is σ = .5: preferred half of the time it is calibrated, always preferred it is off by .5."""
+    """At Δ ≈ 0, the confidence σ(|Δ|) is .5: calibrated if half of the pairs are right, off by .5 if all are."""
     assert reward_model.calibration_error(torch.tensor([1e-9, -1e-9])) == pytest.approx(0.0, abs=1e-6)
     assert reward_model.calibration_error(torch.tensor([1e-9, 1e-9])) == pytest.approx(0.5, abs=1e-6)
-    assert reward_model.calibration_error(torch.zeros(3)) == pytest.approx(0.0, abs=1e-6)  # ties
+    assert reward_model.calibration_error(torch.zeros(3)) == pytest.approx(0.0, abs=1e-6)  # ties are half right
     assert reward_model.calibration_error(torch.full((4,), 50.0)) == pytest.approx(0.0, abs=1e-6)
-    # σ = .62, always preferred, and σ = .68, never: bins of width .05 tell them apart, ½·.38 + ½·.68
+    # A right pair at confidence .62 and a wrong one at .68 fall into two bins of width .05: ½·.38 + ½·.68.
     assert reward_model.calibration_error(torch.tensor([0.62, 0.32]).logit()) == pytest.approx(0.53, abs=1e-6)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "GPT2", "Gemma2"])
 def test_padding_does_not_move_a_score(architecture, tmp_path):
-    """Left and right padding, pad = EOS: the score is that of the row alone, at its last token, the EOS."""
+    """Padded left and right, with pad = EOS, a row has the same score as alone: the one at its last token, the EOS."""
     model, tokenizer = random_model(architecture)
     model.save_pretrained(tmp_path)
     torch.manual_seed(0)
     scorer = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1).eval()
     eos = tokenizer.eos_token_id
     rows = [tokenizer.encode(text) + [eos] for text in ("12+34=?46", "7", "1+1=?2,2")]
-    alone = [common.sequence_scores(scorer, torch.tensor([row]), torch.ones(1, len(row), dtype=torch.long)) for row in rows]
+    alone = [common.sequence_scores(scorer, torch.tensor([row]), torch.ones(1, len(row), dtype=torch.long))
+             for row in rows]
     for left in (0, 3):
         width = max(map(len, rows)) + left + 2
         ids = torch.tensor([[eos] * left + row + [eos] * (width - left - len(row)) for row in rows])
         mask = torch.tensor([[0] * left + [1] * len(row) + [0] * (width - left - len(row)) for row in rows])
         torch.testing.assert_close(common.sequence_scores(scorer, ids, mask), torch.cat(alone), rtol=1e-4, atol=1e-5)
-    scores = common.sequence_scores(scorer.bfloat16(), ids, mask)  # as on a GPU: rounded to eight bits, close ones would tie
+    # On a GPU, the model computes in bfloat16. The scores stay in float32: rounded to eight bits, close ones would tie.
+    scores = common.sequence_scores(scorer.bfloat16(), ids, mask)
     assert (scores != scores.bfloat16()).any()
 
 
@@ -77,15 +80,16 @@ ROWS = [{"prompt": "12+34=?", "chosen": "46", "rejected": "64,64", "margin": 0.5
 
 @pytest.fixture
 def run_step(tmp_path):
-    """run_step(architecture, flags) -> the directory of one update, at rate 0, on all rows, pad token = EOS."""
+    """run_step(architecture, *flags) -> output directory of a run: one step on all ROWS, lr = 0, pad = EOS."""
     def run(architecture, *flags):
         model, tokenizer = random_model(architecture)
         tokenizer.pad_token = tokenizer.eos_token
         model.save_pretrained(tmp_path / "base")
         tokenizer.save_pretrained(tmp_path / "base")
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-        done = run_script("reward_model.py", "--model", tmp_path / "base", "--data", tmp_path / "rows.jsonl", "--steps", 1,
-                          "--pairs_per_step", 3, "--lr", 0, "--overwrite", "--output_dir", tmp_path / "run", *flags)
+        done = run_script("reward_model.py", "--model", tmp_path / "base", "--data", tmp_path / "rows.jsonl",
+                          "--steps", 1, "--pairs_per_step", 3, "--lr", 0, "--overwrite",
+                          "--output_dir", tmp_path / "run", *flags)
         assert done.returncode == 0, done.stderr
         return tmp_path / "run"
     return run
@@ -93,30 +97,31 @@ def run_step(tmp_path):
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 100_000])
 def test_the_step_is_the_mean_over_its_pairs_for_any_micro_batch(run_step, max_tokens):
-    """Ten pairs from three rows of two and four answers: each counts 1/10, alone or packed; the margin is subtracted."""
+    """Three rows with 2, 4 and 4 answers make 1 + 6 + 3 pairs: each weighs 1/10 in any micro-batch."""
     directory = run_step("Llama", "--micro_batch_tokens", max_tokens, "--center_coef", 0.1)
     model = AutoModelForSequenceClassification.from_pretrained(directory / "model", num_labels=1).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     losses, sums = [], []
     for row in ROWS:
         answers = row.get("responses") or [row["chosen"], row["rejected"]]
-        one = [model(torch.tensor([tokenizer.encode(row["prompt"] + text) + [tokenizer.eos_token_id]])).logits[0, 0]
-               for text in answers]
-        pairs = [(0, 1), (0, 2), (0, 3)] if "scores" in row else list(itertools.combinations(range(len(one)), 2))
-        sums += [one[i] + one[j] for i, j in pairs]
-        losses += [-torch.nn.functional.logsigmoid(one[i] - one[j] - row.get("margin", 0.0)) for i, j in pairs]
+        rows = [tokenizer.encode(row["prompt"] + text) + [tokenizer.eos_token_id] for text in answers]
+        r = [model(torch.tensor([ids])).logits[0, 0] for ids in rows]  # the score of each answer
+        pairs = [(0, 1), (0, 2), (0, 3)] if "scores" in row else list(itertools.combinations(range(len(r)), 2))
+        sums += [r[i] + r[j] for i, j in pairs]
+        losses += [-torch.nn.functional.logsigmoid(r[i] - r[j] - row.get("margin", 0.0)) for i, j in pairs]
     assert len(losses) == 10
     loss = torch.stack(losses).mean() + 0.1 * torch.stack(sums).square().mean()
     model.zero_grad()
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    assert 0.5 < model.score.weight.std() * math.sqrt(model.config.hidden_size + 1) < 2  # a fresh head
+    assert 0.5 < model.score.weight.std() * math.sqrt(model.config.hidden_size + 1) < 2  # a fresh head, rescaled
     step = read_metrics(directory)[-1]
-    assert step["loss"] == pytest.approx(loss.item(), rel=1e-4) and step["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+    assert step["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert step["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
 
 
 def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
-    """Four updates of two rows each, from a model that has its scalar head already: that one is not scaled."""
+    """Four updates of two rows each. The model to start from has a scalar head already, which is not rescaled."""
     language_model, tokenizer = random_model("Llama")
     language_model.save_pretrained(tmp_path / "base")
     torch.manual_seed(0)
@@ -127,24 +132,26 @@ def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
         part.save_pretrained(tmp_path / "base")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     steps = record_run(
-        monkeypatch, "reward_model.py", tmp_path / "run", "--model", tmp_path / "base", "--data", tmp_path / "rows.jsonl",
-        "--eval_data", tmp_path / "rows.jsonl", "--steps", 4, "--pairs_per_step", 2, "--center_coef", 0.1, "--lr", 1e-3,
-        "--warmup_steps", 2, "--max_grad_norm", 0.5, "--micro_batch_tokens", 60)
+        monkeypatch, "reward_model.py", tmp_path / "run", "--model", tmp_path / "base",
+        "--data", tmp_path / "rows.jsonl", "--eval_data", tmp_path / "rows.jsonl", "--steps", 4,
+        "--pairs_per_step", 2, "--center_coef", 0.1, "--lr", 1e-3, "--warmup_steps", 2, "--max_grad_norm", 0.5,
+        "--micro_batch_tokens", 60)
 
     def pairs_of(row):
-        """[(score of the better answer, that of the worse one, margin)] of all pairs, each answer read alone."""
+        """[(score of the better answer, score of the worse one, margin), …] for all pairs, without padding."""
         answers = row.get("responses") or [row["chosen"], row["rejected"]]
         texts = [tokenizer.encode(row["prompt"] + answer) + [tokenizer.eos_token_id] for answer in answers]
         scores = [model(torch.tensor([text])).logits[0, 0] for text in texts]
         order = row.get("scores", [-i for i in range(len(answers))])
-        return [(scores[i], scores[j], row.get("margin", 0.0)) for i, j in itertools.permutations(range(len(answers)), 2)
-                if order[i] > order[j]]
+        return [(scores[i], scores[j], row.get("margin", 0.0))
+                for i, j in itertools.permutations(range(len(answers)), 2) if order[i] > order[j]]
 
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    for step, lr in zip(steps, (0.0, 0.5e-3, 1e-3, 0.5e-3), strict=True):  # two updates of warm-up, then down
+    for step, lr in zip(steps, (0.0, 0.5e-3, 1e-3, 0.5e-3), strict=True):  # two updates of warm-up, then linear decay
         begin_with(step, (model, optimizer))
         [drawn] = step.batches
-        pairs = [pair for preference in drawn for pair in pairs_of(next(r for r in ROWS if r["prompt"] == preference.prompt))]
+        row_of = {row["prompt"]: row for row in ROWS}
+        pairs = [pair for preference in drawn for pair in pairs_of(row_of[preference.prompt])]
         loss = sum(-(better - worse - margin).sigmoid().log() + 0.1 * (better + worse) ** 2
                    for better, worse, margin in pairs) / len(pairs)
         differences = torch.stack([better - worse for better, worse, _ in pairs]).detach()
@@ -159,7 +166,8 @@ def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "GPT2"])
 def test_plain_transformers_reads_the_same_scores_from_the_saved_model(run_step, architecture):
-    """One by one and in a padded batch, though the pad token was the EOS; the mean chosen answer is at the shift."""
+    """One by one and in a padded batch, although the pad token was the EOS; reward_shift is the mean score of the best
+    answers."""
     directory = run_step(architecture)
     model = AutoModelForSequenceClassification.from_pretrained(directory / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
@@ -176,36 +184,46 @@ def test_plain_transformers_reads_the_same_scores_from_the_saved_model(run_step,
 
 
 def test_calibration_error_weighs_bins_by_size_and_certainty_joins_the_last_bin():
-    """Three at σ = .62, right, one at .68, wrong: (3·.38 + .68) / 4. And 1 − 2e-22, wrong, with .98, right: |.99 − .5|."""
-    assert reward_model.calibration_error(torch.tensor([0.62, 0.62, 0.62, 0.32]).logit()) == pytest.approx(0.455, abs=1e-6)
-    last = (1 + torch.sigmoid(torch.tensor(4.0)).item()) / 2
+    """Three right pairs at confidence .62 and a wrong one at .68: (3·.38 + .68) / 4 = .455.
+
+    A wrong pair at confidence 1 and a right one at .98 share the last bin: |.99 − .5|.
+    """
+    differences = torch.tensor([0.62, 0.62, 0.62, 0.32]).logit()
+    assert reward_model.calibration_error(differences) == pytest.approx(0.455, abs=1e-6)
+    last = (1 + torch.sigmoid(torch.tensor(4.0)).item()) / 2  # mean confidence of the last bin
     assert reward_model.calibration_error(torch.tensor([-50.0, 4.0])) == pytest.approx(last - 0.5, abs=1e-6)
 
 
 def test_a_tie_is_not_right_in_training_and_half_right_in_the_evaluation():
     assert reward_model.preference_loss(torch.ones(1), torch.ones(1))[1]["pair_accuracy"] == 0
     tokenizer, cfg = common.tiny_tokenizer(), reward_model.Config()
-    rows = [{"prompt": "1+1=?", "chosen": "2", "rejected": "11"}, {"prompt": "1+1=?", "chosen": "11", "rejected": "2"},
-            {"prompt": "12+34=?", "chosen": "46", "rejected": "4"}, {"prompt": "12+34=?", "chosen": "4", "rejected": "46"}]
+    rows = [{"prompt": "1+1=?", "chosen": "2", "rejected": "11"},  # each pair both ways round
+            {"prompt": "1+1=?", "chosen": "11", "rejected": "2"},
+            {"prompt": "12+34=?", "chosen": "46", "rejected": "4"},
+            {"prompt": "12+34=?", "chosen": "4", "rejected": "46"}]
     preferences = common.encode_preferences([common.read_preference(row) for row in rows], tokenizer, cfg, "--data")
     model, _ = random_model("Qwen2")
     model.config.num_labels = 1
     torch.manual_seed(0)
     scorer = AutoModelForSequenceClassification.from_config(model.config).eval()
     torch.nn.init.normal_(scorer.score.weight)
-    metrics = reward_model.evaluate(scorer, preferences, tokenizer.pad_token_id, cfg, "cpu")  # each pair both ways round
+
+    def evaluate(preferences):
+        return reward_model.evaluate(scorer, preferences, tokenizer.pad_token_id, cfg, "cpu")
+
+    metrics = evaluate(preferences)
     assert metrics["eval_pair_accuracy"] == 0.5 and metrics["eval_margin"] == pytest.approx(0, abs=1e-6)
-    assert reward_model.evaluate(scorer, preferences[::2], tokenizer.pad_token_id, cfg, "cpu")["eval_margin"] != pytest.approx(0, abs=1e-3)
-    torch.nn.init.zeros_(scorer.score.weight)  # all tie
-    assert reward_model.evaluate(scorer, preferences, tokenizer.pad_token_id, cfg, "cpu")["eval_pair_accuracy"] == 0.5
+    assert evaluate(preferences[::2])["eval_margin"] != pytest.approx(0, abs=1e-3)  # one way round only
+    torch.nn.init.zeros_(scorer.score.weight)  # all pairs tie
+    assert evaluate(preferences)["eval_pair_accuracy"] == 0.5
 
 
 def test_the_pad_token_to_save_is_a_special_one_and_never_the_eos():
     tokenizer = common.tiny_tokenizer()
-    assert reward_model.pad_unlike_eos(tokenizer) == common.tiny_tokenizer().pad_token_id  # it had one of its own
+    assert reward_model.pad_unlike_eos(tokenizer) == common.tiny_tokenizer().pad_token_id  # has its own
     tokenizer.pad_token = tokenizer.eos_token
     pad = reward_model.pad_unlike_eos(tokenizer)
     assert tokenizer.added_tokens_decoder[pad].special and pad == tokenizer.pad_token_id != tokenizer.eos_token_id
     tokenizer = common.tiny_tokenizer()
-    tokenizer.eos_token = tokenizer.pad_token  # the first of all special tokens
+    tokenizer.eos_token = tokenizer.pad_token  # the first special token
     assert reward_model.pad_unlike_eos(tokenizer) == tokenizer.pad_token_id != tokenizer.eos_token_id
