@@ -77,25 +77,39 @@ def test_switched_off_the_weights_and_the_loss_are_grpos():
 @pytest.mark.parametrize("average", ["token", "prompt", "sequence"])
 @pytest.mark.parametrize("max_tokens", [1, 100, 100_000])
 def test_any_micro_batch_size_gives_the_same_gradient(average, max_tokens):
+    """Against the definition: every completion alone, mean over the tokens of a unit, mean over units. The ratio of
+    e^0.1 = 1.105 is inside the clip."""
     model, tokenizer = random_model("Qwen2")
     torch.manual_seed(0)
     rollout = common.sample(model, tokenizer, ["1+1=?", "12+34=?"], 4, 20)
     advantages = torch.randn(8)
+    units = {"token": [range(8)], "prompt": [range(4), range(4, 8)], "sequence": [[i] for i in range(8)]}[average]
     if average == "token":
         weights = dapo.token_weights(rollout.mask, int(rollout.mask.sum()))
     else:
-        unit_size = 4 if average == "prompt" else 1
-        weights = dapo.unit_token_weights(rollout.mask, torch.arange(8) // unit_size)
+        weights = dapo.unit_token_weights(rollout.mask, torch.arange(8) // len(units[0]))
 
-    def gradient(max_tokens):
+    def gradient(add_losses):
         model.zero_grad()
+        add_losses()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    def in_micro_batches():
         for rows, input_ids, attention_mask, T in common.micro_batches(rollout, list(range(8)), max_tokens):
             logprobs, _ = common.token_logprobs(model, input_ids, attention_mask, T)
             loss, _ = dapo.dapo_loss(logprobs, logprobs.detach() - 0.1, advantages[rows], weights[rows, :T], 0.2, 0.28)
             loss.backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters()])
 
-    torch.testing.assert_close(gradient(max_tokens), gradient(10 ** 9), rtol=1e-4, atol=1e-6)
+    def by_definition():
+        for unit in units:
+            losses = []
+            for i in unit:
+                logprobs = plain_logprobs(model, rollout, i)
+                ratio = (logprobs - (logprobs.detach() - 0.1)).exp()
+                losses.append(-ratio * advantages[i])
+            (torch.cat(losses).mean() / len(units)).backward()
+
+    torch.testing.assert_close(gradient(in_micro_batches), gradient(by_definition), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
