@@ -1,19 +1,20 @@
-"""Speed and memory of what the scripts are made of, and of TRL on the same work. Nothing to download: random weights.
+"""Measure speed and memory of the scripts and their parts, and of TRL on the same work. Weights are random.
 
     python tests/bench.py [--device cuda] [--model tiny|qwen-0.5b|qwen-1.5b|qwen-7b] [--only rollout,logprobs,step]
                           [--against trl] [--threads 2] [--repeats 5] [--rounds 3] [--flags="…"] [--out FILE.json]
 
-    rollout   `sample` against `model.generate`: fixed lengths, and ragged ones (ends drawn at random)
+    rollout   `sample` against `model.generate`, with completions of one length and of random lengths
     logprobs  forward and backward of `token_logprobs` against all logits at once (and TRL's fused head)
     step      a step of grpo.py, split into its parts
-    trl       steps of grpo.py, dpo.py, reward_model.py and ppo.py against TRL's trainers (PPO: TRL up to 1.12 has it)
+    trl       steps of grpo.py, dpo.py, reward_model.py and ppo.py against TRL's trainers (PPO: up to TRL 1.12)
     race      sampled accuracy after 20 seconds of training from the same start, against TRL's
-    memory    GB that each script needs on a GPU, counted without one (in no run but --only memory)
+    memory    GB that each script needs on a GPU, calculated without one (only with --only memory)
 
-Prints one table and a JSON line. Every case runs in a process of its own, one after the other, so that peak memory is
-its own: the largest resident size on CPU (VmHWM, reset after loading and warm-up), max_memory_allocated on CUDA.
-Figures are medians over repeats; warm-up is left out. "Limit" is the time that the matrix products alone would take at
-the rate of a large matmul measured in the same process; for a rollout on CUDA, the time to read weights and KV cache.
+Prints a line for each case, then all results as one line of JSON. Cases run one after another, each in its own process,
+so that peak memory is that of one case: on CPU the largest resident size (VmHWM, reset after loading and warm-up), on
+CUDA max_memory_allocated. Figures are medians over repeats, without the warm-up. limit_share is the least possible time
+divided by the measured one. The least time is that of the matrix products alone, at the rate of a large one measured in
+the same process; for a rollout on CUDA, the time to read the weights and the KV cache.
 """
 import argparse
 import collections
@@ -32,7 +33,7 @@ from pathlib import Path
 os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary, tied
+SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary, tied embeddings
     "tiny": (128, 384, 3, 4, 2, 23, True), "logprobs": (256, 768, 4, 4, 2, None, True),
     "qwen-0.5b": (896, 4864, 24, 14, 2, 151_936, True), "qwen-1.5b": (1536, 8960, 28, 12, 2, 151_936, True),
     "qwen-7b": (3584, 18_944, 28, 28, 4, 152_064, False)}
@@ -45,7 +46,7 @@ class Enough(Exception):
 
 
 class Clock:
-    """Seconds between calls of `tick`, and the peak memory from the end of the warm-up on."""
+    """Median seconds between calls of `tick`, and peak memory, both without the warm-up."""
 
     def __init__(self, device, warmup: int, repeats: int, seconds: float = float("inf")):
         self.device, self.warmup, self.repeats, self.seconds = device, warmup, repeats, seconds
@@ -75,11 +76,11 @@ def status_mb(field: str) -> float:
 
 
 def reset_peak(device) -> float:
-    """Forget the peak so far; MB in use now."""
+    """Reset the peak, and return the MB in use now."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated() / 2 ** 20
-    Path("/proc/self/clear_refs").write_text("5")  # man proc: resets VmHWM
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (man proc)
     return status_mb("VmRSS")
 
 
@@ -114,7 +115,11 @@ def copy_bandwidth(device) -> float:
 
 
 def forward_flops(model, tokens: float, context: float) -> float:
-    """Of `tokens` tokens that each attend to `context` others on average: 2 a weight, 4 a cached width and layer."""
+    """FLOPs for `tokens` tokens that attend to `context` tokens each, on average.
+
+    Each token takes 2 per weight of a linear layer. In each layer's attention it takes 2 per attended token and hidden
+    unit for its scores, and 2 for the weighted sum of values.
+    """
     weights = sum(p.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) for p in [m.weight])
     config = model.config
     return tokens * (2 * weights + 4 * config.num_hidden_layers * config.hidden_size * context)
@@ -135,12 +140,12 @@ def random_model(name: str, device: str, vocab: int | None = None, dtype=None, l
 
 
 def model_directory(name: str) -> str:
-    """A directory for --model: the built-in tiny model, or random weights of the shape with the tiny tokenizer."""
+    """A directory for --model: the built-in tiny model, or random weights of another shape with its tokenizer."""
     if name == "tiny":
         return common.build_tiny_model("arithmetic")
     directory = Path("runs") / f"bench-{name}"
     if not directory.exists():
-        where = "cuda" if torch.cuda.is_available() else "cpu"  # one core draws 7B numbers in minutes
+        where = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU core takes minutes to draw 7B numbers
         model, tokenizer = random_model(name, where, dtype=torch.bfloat16), common.tiny_tokenizer()
         common.write_directory(directory, lambda path: (model.save_pretrained(path), tokenizer.save_pretrained(path)))
     return str(directory)
@@ -149,7 +154,11 @@ def model_directory(name: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- cases
 
 def rollout(args, lengths: str, greedy_check: int = 32) -> dict:
-    """256 rows of 16 prompts. ragged: a share of the vocabulary ends a row, so that lengths are geometric."""
+    """Sample a group of completions for each prompt, by default 16 of 16.
+
+    lengths: "fixed", where no token ends a row, or "ragged", where a share of the vocabulary does, so that lengths have
+    a geometric distribution.
+    """
     P, G, device = args.prompts, args.group, args.device
     T = args.tokens or (512 if args.model != "tiny" else 40 if lengths == "fixed" else 256)
     mean = T if lengths == "fixed" else T / 8
@@ -171,7 +180,8 @@ def rollout(args, lengths: str, greedy_check: int = 32) -> dict:
     ours = common.sample(model, tokenizer, prompts, 1, greedy_check, greedy=True).input_ids[:, L:]
     theirs = generate(1, greedy_check, do_sample=False)
     width = min(ours.shape[1], theirs.shape[1])
-    same = (ours[:, :width] == theirs[:, :width]).all(1).float().mean().item()  # bfloat16 kernels round by shape: < 1
+    # On CUDA some rows may differ, because bfloat16 kernels round differently for different shapes.
+    same = (ours[:, :width] == theirs[:, :width]).all(1).float().mean().item()
     if device == "cpu" and (same < 1 or ours.shape != theirs.shape):
         raise SystemExit("greedy tokens differ from generate's")
 
@@ -192,8 +202,9 @@ def rollout(args, lengths: str, greedy_check: int = 32) -> dict:
     generate_peak = peak_memory(device)
     tokens, longest = (statistics.mean(column) for column in zip(*counts["ours"][1:]))
     rate, generate_rate = tokens / seconds, statistics.mean(c[0] for c in counts["generate"][1:]) / generate_seconds
-    context = L + (mean / 2 if lengths == "fixed" else mean)  # of lengths that are geometric the long ones count more
-    if device == "cuda":  # bytes: of an embedding that is not tied a step reads few rows
+    # The average over tokens. Long rows have more of them, which doubles it where lengths are geometric.
+    context = L + (mean / 2 if lengths == "fixed" else mean)
+    if device == "cuda":  # in bytes; an untied embedding is left out, since a step reads few of its rows
         weights = 2 * sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
         cached = 2 * model.config.num_hidden_layers * model.config.num_key_value_heads * 2 * \
             model.config.hidden_size // model.config.num_attention_heads
@@ -206,7 +217,7 @@ def rollout(args, lengths: str, greedy_check: int = 32) -> dict:
 
 
 def logprobs_inputs(args, vocab: int):
-    """16 sequences of 32 + 256 tokens through a small body; weights that make a scalar of the log-probs."""
+    """A model, 16 rows of 32 + 256 tokens and their mask, and random coefficients [16, 256] for the log-probs."""
     device = common.setup_device()
     model = common.shard(random_model("logprobs" if args.model == "tiny" else args.model, args.device, vocab), device)
     ids = torch.randint(2, vocab, (16, 32 + 256), device=args.device)
@@ -214,7 +225,7 @@ def logprobs_inputs(args, vocab: int):
 
 
 def logprobs_path(path: str, model, ids, mask, T: int):
-    """[B, T] log-probs by one of the three ways."""
+    """Log-probs [B, T], computed in one of three ways."""
     if path == "ours":
         return common.token_logprobs(model, ids, mask, T)[0]
     if path == "all logits":
@@ -238,7 +249,8 @@ def logprobs(args, path: str, vocab: int) -> dict:
     base = reset_peak(args.device)
     seconds = timed(work, args.device, args.repeats if vocab < 10_000 else 2)
     body, head = forward_flops(model, 16 * 288, 144), 2 * 16 * 256 * vocab * model.config.hidden_size
-    head_everywhere = 2 * 16 * 288 * vocab * model.config.hidden_size  # forward_flops counts the head at every token
+    # `forward_flops` counts the head at every token, but only the log-probs of completions need it.
+    head_everywhere = 2 * 16 * 288 * vocab * model.config.hidden_size
     return {"seconds": seconds, "peak_above_model_mb": peak_memory(args.device) - base,
             "limit_share": 3 * (body - head_everywhere + head) / rate / seconds}
 
@@ -257,7 +269,7 @@ def logprobs_difference(args, vocab: int) -> dict:
 
 
 def run_script(name: str, flags: list, tick) -> None:
-    """script.main with `tick(step)` after every step, until it raises Enough."""
+    """Run the script's main, and call `tick()` after every step until it raises Enough."""
     script, end_step = importlib.import_module(name), common.Run.end_step
 
     def hooked(run, step, metrics):
@@ -288,7 +300,7 @@ def ours(args, script: str, flags: list[str]) -> dict:
 
 
 def step(args, flags: list[str]) -> dict:
-    """Where a step of grpo.py goes: the functions it calls are timed from outside."""
+    """Split the time of a step of grpo.py into its parts, by timing the functions that it calls."""
     import grpo
     spent, marks = {}, {}
 
@@ -302,7 +314,7 @@ def step(args, flags: list[str]) -> dict:
             synchronize(args.device)
             marks["last"] = time.perf_counter()
             spent[part] = spent.get(part, 0.0) + marks["last"] - began
-            if part == "update":  # `timing` is called when the update is over; it began when the log-probs were there
+            if part == "update":  # from the last `rollout_logprobs` to `timing`, which is called after the update
                 spent["update"] = spent.get("update", 0.0) + began - marks["logprobs"]
             marks[part] = marks["last"]
             return out
@@ -322,9 +334,10 @@ def step(args, flags: list[str]) -> dict:
     def count(model, input_ids, attention_mask, *a):
         models.append(model)
         rows, _ = common.distinct_rows(input_ids.where(attention_mask > 0, -1))
-        lengths = (rows >= 0).sum(1)  # what is computed (where prefixes are read once, less): rows shifted left
+        # Rows are shifted left before they are computed. (Where prefixes are read once, less is computed than this.)
+        lengths = (rows >= 0).sum(1)
         real.update(rows=len(input_ids), distinct=len(rows), padded=len(rows) * int(lengths.max()),
-                    tokens=int(lengths.sum()), attended=int(lengths.square().sum()) / 2)  # by all tokens, causally
+                    tokens=int(lengths.sum()), attended=int(lengths.square().sum()) / 2)  # summed over tokens; causal
         return token_logprobs(model, input_ids, attention_mask, *a)
     grpo.token_logprobs = count
     clock = Clock(args.device, 2, max(args.repeats, 10 if args.model == "tiny" else 3))
@@ -346,14 +359,14 @@ def step(args, flags: list[str]) -> dict:
 
 
 def kept_for_backward(name: str, layers: int, tokens: int = 64) -> float:
-    """Bytes a token that autograd keeps of the activations of `layers` decoder layers in bfloat16."""
+    """Bytes of activations per token that autograd keeps for the backward pass of `layers` layers in bfloat16."""
     model, kept = random_model(name, "meta", vocab=1000, dtype=torch.bfloat16, layers=layers).to_empty(device="cpu"), {}
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def note(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage  # not its size: alive, it keeps its address to itself
+            kept[storage.data_ptr()] = storage  # kept alive, so that no other one gets its address
         return tensor
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         model.base_model(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=False)
@@ -361,15 +374,17 @@ def kept_for_backward(name: str, layers: int, tokens: int = 64) -> float:
 
 
 def memory(args) -> dict:
-    """GB that a step needs on one GPU, and on each of eight, with --gradient_checkpointing.
+    """GB that a step with --gradient_checkpointing needs on one GPU, and on each of eight.
 
-    Counted: the parameters, and what autograd keeps of a token in a layer. Worked out from these, the larger of
-    sampling: the shards (float32 masters, AdamW's moments; frozen models in bfloat16), and the policy gathered in
-        bfloat16; the KV cache then takes half of what is left;
-    update: the shards and their gradients, and the larger of
-        recomputed activations, embedding and head in bfloat16 with their gradient, and either the slices of logits or
-            two layers in bfloat16, with a gradient that FSDP2 copies to float32 to reduce it;
-        embedding and head while FSDP2 reduces their gradient.
+    The parameters, and the bytes that autograd keeps per token and layer, are counted on a model. The peak follows from
+    them. It is the larger of two:
+
+    sampling  the shards (float32 masters, AdamW's moments; frozen models in bfloat16), and the policy gathered in
+              bfloat16. The KV cache, which takes half of what is left, does not count.
+    update    the shards and their gradients, and the larger of
+              (a) recomputed activations; embedding and head in bfloat16, and their gradient; and the larger of the
+                  slices of logits and of two layers in bfloat16 with a gradient that FSDP2 copies to float32 to reduce
+              (b) embedding and head while FSDP2 reduces their gradient
     """
     tokens = args.micro_batch_tokens or 4096
     hidden, _, layers, *_ = SHAPES[args.model]
@@ -377,7 +392,7 @@ def memory(args) -> dict:
     total, layer = (sum(p.numel() for p in part.parameters()) for part in (model, model.base_model.layers[0]))
     root = total - layers * layer
     one_layer = tokens * (kept_for_backward(args.model, 2) - kept_for_backward(args.model, 1))
-    recomputed = one_layer + layers * tokens * hidden * 2  # one layer, and each layer's input
+    recomputed = one_layer + layers * tokens * hidden * 2  # the layer being recomputed, and every layer's input
     slices = 4 * 4 * common.HEAD_SLICE["cuda"]  # float32 logits, their log-softmax and its gradients
     result = {"parameters_b": total / 1e9, "activations": layers * one_layer / 1e9, "recomputed": recomputed / 1e9}
     for script, trained, frozen, samples in (("grpo", 1, 1, True), ("grpo without KL, dapo, dr_grpo", 1, 0, True),
@@ -401,7 +416,7 @@ def trl_arguments(args, folder: str, **more) -> dict:
 
 
 def pairs_file() -> Path:
-    """A pair of each built-in ranking: {"prompt", "chosen", "rejected"}, for both sides."""
+    """A file that both dpo.py and TRL can read, with the first and last answer of each built-in ranking as a pair."""
     path = Path("runs") / "bench-pairs.jsonl"
     rankings = [json.loads(line) for line in open(common.build_tiny_preferences("arithmetic", "train"))]
     path.write_text("".join(json.dumps({"prompt": row["prompt"], "chosen": row["responses"][0],
@@ -410,7 +425,7 @@ def pairs_file() -> Path:
 
 
 def reward_model_directory(model: str) -> str:
-    """A reward model of the same shape with a fresh head: PPO's speed does not depend on what it says."""
+    """A reward model of the same shape with an untrained head: PPO's speed does not depend on its scores."""
     path = Path("runs") / "bench-reward_model"
     cls = transformers.AutoModelForSequenceClassification
     cls.from_pretrained(model, dtype=torch.float32, num_labels=1).save_pretrained(path)
@@ -419,7 +434,7 @@ def reward_model_directory(model: str) -> str:
 
 
 def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0.0, tick=None, **more) -> dict:
-    """The same step through TRL's trainer: its optimizer steps per rollout batch are one step here."""
+    """The same step in TRL's trainer. All its optimizer steps on one batch of rollouts count as one step here."""
     from datasets import Dataset
     import trl as library
     clock, seen = Clock(args.device, 3, max(args.repeats, 10 if args.model == "tiny" else 3)), [0]
@@ -433,7 +448,7 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
     tokenizer = common.load_tokenizer(directory)
     if script == "grpo":
         rows = args.prompts * args.group // minibatches
-        micro_batches = 1 if args.model == "tiny" else max(1, rows // 8)  # about our 4,096 tokens
+        micro_batches = 1 if args.model == "tiny" else max(1, rows // 8)  # about 4,096 tokens, as in ours
 
         def reward(completions, answer, **_):
             return [float(common.is_equivalent(common.extract_answer(c), a)) for c, a in zip(completions, answer)]
@@ -444,7 +459,7 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
             gradient_accumulation_steps=micro_batches, steps_per_generation=minibatches * micro_batches,
             num_iterations=updates, num_generations=args.group, temperature=1.0, beta=kl, loss_type="grpo",
             max_completion_length=args.tokens or (40 if args.model == "tiny" else 512)))
-    elif script == "ppo":  # prompts alone; the reward model that ppo.py is given, a critic and a reference as there
+    elif script == "ppo":  # the data are prompts; reward model, critic and reference are those of ppo.py
         from trl.experimental.ppo import PPOConfig, PPOTrainer
         kind, data = PPOTrainer, [{"input_ids": tokenizer(row["prompt"])["input_ids"]}
                                   for row in common.arithmetic_rows(2, "train")]
@@ -476,7 +491,7 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
 
 
 def race(args, who: str, seconds: float = 20.0, samples: int = 4) -> dict:
-    """Sampled accuracy on held-out problems before and after so many seconds of GRPO steps (no KL)."""
+    """Sampled accuracy on held-out problems after training by GRPO without KL for so many seconds."""
     clock, kept = Clock(args.device, 0, 10 ** 9, seconds), []
     if who == "ours":
         start = common.Run.start
@@ -496,7 +511,7 @@ def race(args, who: str, seconds: float = 20.0, samples: int = 4) -> dict:
 # ------------------------------------------------------------------------------------------------------------ table
 
 def measure(args, case: str, **settings) -> dict:
-    """Run one case in a process of its own."""
+    """Run one case in its own process."""
     print(f"  {case} {settings}", file=sys.stderr, flush=True)
     command = [sys.executable, __file__, "--case", json.dumps([case, settings, vars(args)])]
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
@@ -508,7 +523,7 @@ def measure(args, case: str, **settings) -> dict:
 
 
 def medians(results) -> dict:
-    """Of each figure over several measurements; the first failure where there is one."""
+    """The median of each figure over several measurements, or the first one that failed."""
     failed = [result for result in results if "failed" in result]
     return failed[0] if failed else {key: statistics.median(result[key] for result in results) for key in results[0]}
 
@@ -520,7 +535,7 @@ def show(name: str, result: dict) -> None:
 
 
 def against_trl(args, scripts: list[str]):
-    """Yield (name, ours, TRL's, with the ratios)."""
+    """Yield (name, result) for each comparison: our figures, TRL's as trl_…, and the ratios of ours to TRL's."""
     grpo = {"": ([], {}), ", 4 minibatches": (["--minibatches", "4"], {"minibatches": 4}),
             ", μ = 2": (["--updates_per_batch", "2"], {"updates": 2}), ", KL": (["--kl_coef", "0.04"], {"kl": 0.04})}
     pairs = [("grpo", name, [*("--kl_coef 0".split() if name != ", KL" else []), *flags], settings)
@@ -534,7 +549,7 @@ def against_trl(args, scripts: list[str]):
         if script not in scripts or script != "grpo" and args.model != "tiny":
             continue
         rounds = [(measure(args, "ours", script=script, flags=flags), measure(args, "trl", script=script, **settings))
-                  for _ in range(args.rounds)]  # in turn, so that a slow minute of the machine slows both
+                  for _ in range(args.rounds)]  # in turn, so that a slow minute slows both
         mine, other = (medians(side) for side in zip(*rounds))
         result = {**mine, **{f"trl_{key}": value for key, value in other.items()}}
         if "seconds" in mine and "seconds" in other:
@@ -552,20 +567,20 @@ def main() -> None:
     parser.add_argument("--against", choices=["trl"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3, help="how often TRL and this repository take turns")
+    parser.add_argument("--rounds", type=int, default=3, help="how often TRL and this repository are measured in turn")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=0, help="new tokens per row (default: 40 for tiny, else 512)")
     parser.add_argument("--micro_batch_tokens", type=int, default=0)
-    parser.add_argument("--flags", default="", help="more flags of grpo.py for the step")
+    parser.add_argument("--flags", default="", help="further flags of grpo.py, for the case step")
     parser.add_argument("--out", default="")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
     compared = {"trl", "race", "grpo", "dpo", "reward_model", "ppo"} & set(args.only.split(","))
     if (args.against or compared) and not importlib.util.find_spec("trl"):
         parser.error("the comparison with TRL needs pip install trl==1.16.0 datasets")
-    if args.device == "cpu" and not args.case:  # a case inherits it; its own --device is the default
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the scripts take a GPU where they see one
+    if args.device == "cpu" and not args.case:  # the process of a case inherits this, but is not given --device
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise the scripts would use a GPU
     if args.case:
         case, settings, arguments = json.loads(args.case)
         torch.set_num_threads(arguments["threads"])
@@ -591,7 +606,7 @@ def main() -> None:
             add(f"logprobs, {vocab:,}, difference", measure(args, "logprobs_difference", vocab=vocab))
     if "step" in wanted:
         flags = ["--kl_coef", "0.04"]
-        if args.model == "qwen-7b":  # with KL it takes 150 GB, by `memory`: all that an H200 has
+        if args.model == "qwen-7b":  # with KL it takes 150 GB, by `memory`: more than an H200 has
             flags = ["--kl_coef", "0", "--gradient_checkpointing"]
         add("step", measure(args, "step", flags=[*flags, *args.flags.split()]))
     scripts = ["grpo", "dpo", "reward_model", "ppo"]

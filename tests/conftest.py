@@ -1,4 +1,4 @@
-"""Paths, and the tiny model that most tests start from. Nothing is downloaded."""
+"""Set-up of the tests: CPU only, offline, and the tiny model that most of them start from."""
 import os
 import subprocess
 import sys
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 if os.environ.get("TEST_CUDA") != "1":  # see test_cuda.py
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the other tests' numbers are a CPU's
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all other tests expect a CPU's numbers
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # several small processes: one thread each is quicker than two that wait
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several small processes run at once: more threads would wait
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 pytest.register_assert_rewrite("helpers")
@@ -19,14 +19,14 @@ WITHOUT_TINY_MODEL = {"test_common.py", "test_data.py", "test_run_details.py", "
 
 
 def pytest_collection_modifyitems(items):
-    """First the tests that do without the tiny model, which is being built; last those whose job is being done."""
+    """Put tests without the tiny model first, while it is being built, and those that wait for a job last."""
     items.sort(key=lambda item: (hasattr(item.function, "job"), item.path.name not in WITHOUT_TINY_MODEL))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def builder(request):
-    """Builds the tiny model under runs/, once: 40 s of one core."""
-    os.chdir(ROOT)  # runs/ is looked for in the working directory
+    """A background process that builds the tiny model under runs/, if it is not there yet (40 s of one core)."""
+    os.chdir(ROOT)  # runs/ is relative to the working directory
     build = "import common; common.setup_device(); common.build_tiny_model('arithmetic')"
     wanted = any(item.path.name not in WITHOUT_TINY_MODEL for item in request.session.items)
     with subprocess.Popen([sys.executable, "-c", build if wanted else ""]) as process:
@@ -41,7 +41,7 @@ def tiny_model(request, builder):
 
 @pytest.fixture(scope="session", autouse=True)
 def jobs(request, builder, tmp_path_factory):
-    """{job: what comes of it}, one done after another once the tiny model is there."""
+    """{job: Future of its result}. Once the tiny model is built, the jobs run one after another in the background."""
     parameters = {}
     for item in request.session.items:
         if job := getattr(item.function, "job", None):
@@ -49,11 +49,11 @@ def jobs(request, builder, tmp_path_factory):
     pool = ThreadPoolExecutor(1)
     pool.submit(builder.wait)
     yield {job: pool.submit(job, tmp_path_factory.mktemp("job"), selected) for job, selected in parameters.items()}
-    builder.kill()  # the tests may have ended first: -x, Ctrl-C
+    builder.kill()  # with -x or Ctrl-C the tests may end before it does
     pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture
 def job(request, jobs):
-    """What the test's own job returned (see `beside`)."""
+    """Wait for the test's own job (see `beside`), and return its result."""
     return jobs[request.function.job].result()

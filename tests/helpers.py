@@ -1,4 +1,4 @@
-"""Small random models of many architectures, ways to run a script, and the plain algorithms' parts to check it by."""
+"""Small random models of many architectures, ways to run a script, and plain versions of its parts to check it by."""
 import collections
 import contextlib
 import copy
@@ -27,7 +27,7 @@ SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_atte
 
 
 def random_model(architecture: str, seed: int = 0, **changes):
-    """A two-layer model of random weights with the tiny model's vocabulary: Qwen2, Llama, Gemma2, GPT2, Mistral, …"""
+    """A two-layer model with random weights and the tiny model's vocabulary -> (model, tokenizer)."""
     tokenizer = common.tiny_tokenizer()
     sizes = dict(SIZES)
     if architecture in ("GPT2", "OpenAIGPT"):
@@ -55,14 +55,17 @@ def random_model(architecture: str, seed: int = 0, **changes):
                           eos_token_id=tokenizer.eos_token_id, **{**sizes, **changes})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():  # larger than the usual initialisation, so that greedy choices are not ties
+    for parameter in model.parameters():  # larger than usual, so that greedy choices are not close to ties
         if parameter.dim() > 1:
             parameter.data.normal_(std=0.3)
     return model.eval(), tokenizer
 
 
 def run_script(script: str, *flags, processes: int = 0, timeout: float = 240) -> subprocess.CompletedProcess:
-    """`python SCRIPT flags`, its output captured: in this process, or with `processes` under torchrun."""
+    """Run `python SCRIPT flags` in this process and capture its stderr.
+
+    With `processes`, run it under torchrun and capture both stdout and stderr.
+    """
     command = [str(ROOT / script), *map(str, flags)]
     if processes:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
@@ -83,8 +86,10 @@ def run_script(script: str, *flags, processes: int = 0, timeout: float = 240) ->
 
 
 def fork_script(errors, script: str, *flags):
-    """A process that runs `python SCRIPT flags`, its stderr in the file `errors`. It is forked off one that has
-    imported torch and transformers already, which saves four seconds each time."""
+    """Start a process that runs `python SCRIPT flags`, with its stderr in the file `errors`.
+
+    It is forked from a server that has already imported torch and transformers, which saves four seconds.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["common"])
     process = context.Process(target=run_forked, args=(str(errors), script, *map(str, flags)))
@@ -100,8 +105,10 @@ def run_forked(errors, script, *flags):
 
 
 def beside(job):
-    """Has `job(folder, parameters)` done beside the tests before, which leave a core idle; the parameters are those of
-    the tests that were selected. What it returns, or raises, the fixture `job` does."""
+    """Decorate a test to run `job(folder, parameters)` in the background, on a core that earlier tests leave idle.
+
+    `parameters` are those of the selected tests. The fixture `job` returns what the job returns, or raises its error.
+    """
     def mark(test):
         test.job = job
         return test
@@ -109,14 +116,14 @@ def beside(job):
 
 
 def few_problems(folder) -> Path:
-    """A file of twenty held-out problems, where the evaluation is not the point: all 200 take half a second."""
+    """A file of twenty held-out problems, for tests of something else than evaluation: all 200 take half a second."""
     path = Path(folder) / "few.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in common.arithmetic_rows(2, "eval")[:20]))
     return path
 
 
 def few_pairs(folder) -> Path:
-    """A file of twelve pairs whose answers differ in length, right ones against wrong ones."""
+    """A file of twelve pairs of a right and a wrong answer; the wrong ones are cut at different lengths."""
     path, draw, rows = Path(folder) / "pairs.jsonl", random.Random(0), []
     for i, row in enumerate(common.arithmetic_rows(2, "train")[:12]):
         right, wrong = (common.worked_answer(row["prompt"], draw, 0, slips) for slips in (0, 1))
@@ -126,7 +133,7 @@ def few_pairs(folder) -> Path:
 
 
 class FakeRun(common.Run):
-    """A Run without directory: for its optimizer step."""
+    """A Run without an output directory, to test single methods."""
 
     def __init__(self, cfg, **trained):
         self.cfg, self.trained, self.bad_steps, self.failing = cfg, trained, collections.Counter(), False
@@ -139,17 +146,22 @@ def read_metrics(directory) -> list[dict]:
 # ------------------------------------------------- a run against the plain algorithm, one completion at a time
 
 def record_run(monkeypatch, script: str, directory, *flags) -> list:
-    """Run a script in this process -> for each of its steps the `state` that it begins with (for `begin_with`), what
-    chance decided and what came of it: the `batches` of data, the sampled `rollouts`, the `orders` that
-    `torch.randperm` dealt rows in; what each of its `updates` (`Run.optimizer_step`) returned, and its line of
-    `metrics`."""
+    """Run a script in this process and record each of its steps:
+
+    state     the weights and optimizer states that the step begins with, for `begin_with`
+    batches   the data that it drew
+    rollouts  what it sampled
+    orders    what `torch.randperm` returned: the order in which rows were dealt out
+    updates   what each `Run.optimizer_step` returned
+    metrics   its line of metrics.jsonl
+    """
     module, steps, run_steps = importlib.import_module(script.removesuffix(".py")), [], common.Run.steps
 
     def recorded(name, function):
-        """The function, with its results noted under `name` of the step that is on."""
+        """Wrap `function` to append its results to the list `name` of the current step."""
         def call(*args, **kwargs):
             result = function(*args, **kwargs)
-            if steps:  # else it is before the first
+            if steps:  # false before the first step
                 getattr(steps[-1], name).append(result)
             return result
         return call
@@ -174,8 +186,10 @@ def record_run(monkeypatch, script: str, directory, *flags) -> list:
 
 
 def begin_with(step, *plain) -> None:
-    """Set (model, optimizer), of each network that trains, to what the run began the step with. Left alone, the two
-    would drift apart: AdamW turns the rounding of a gradient that is nearly 0 into a change of size lr."""
+    """Give each plain (model, optimizer) the state that the run's own one had when the step began.
+
+    Without this the two would drift apart: AdamW turns rounding in a gradient near 0 into an update of size lr.
+    """
     for (model, optimizer), (weights, moments) in zip(plain, step.state, strict=True):
         model.load_state_dict(weights)
         optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
@@ -186,18 +200,18 @@ def load_tiny_model():
 
 
 def row_alone(rollout, i: int):
-    """(ids of prompt and completion i without padding, how many of them are the completion's)."""
+    """Row i without padding -> (ids of prompt and completion, number of completion tokens)."""
     return rollout.input_ids[i][rollout.attention_mask[i].bool()], int(rollout.lengths[i])
 
 
 def distributions(model, ids, n: int, temperature: float = 1.0) -> torch.distributions.Categorical:
-    """π(·|what comes before) for each of the last n tokens of `ids`, from all of the model's logits."""
-    logits = model(ids[None]).logits[0, -n - 1:-1]  # those for a token stand at the place before it
+    """π(· | the tokens before) for each of the last n tokens of `ids`, from the model's full logits."""
+    logits = model(ids[None]).logits[0, -n - 1:-1]  # the logits at a position predict the next token
     return torch.distributions.Categorical(logits=logits / temperature)
 
 
 def plain_logprobs(model, rollout, i: int, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs [|o_i|] of the tokens of completion i, read alone."""
+    """Log-probs [|o_i|] of the tokens of completion i, from a forward pass of that row alone."""
     ids, n = row_alone(rollout, i)
     return distributions(model, ids, n, temperature).log_prob(ids[-n:])
 
@@ -214,14 +228,14 @@ def plain_finished(rollout) -> torch.Tensor:
 
 
 def is_right(rollout, i: int) -> bool:
-    """Whether completion i is the sum that its prompt asks for: "12+34=?" and "…<answer>46</answer>"."""
+    """Whether completion i gives the sum that its prompt asks for: "12+34=?" and "…<answer>46</answer>"."""
     prompt = common.tiny_tokenizer().decode(rollout.input_ids[i][:-rollout.mask.shape[1]], skip_special_tokens=True)
     answers = re.findall("<answer>(.*?)</answer>", rollout.completions[i])
     return answers[-1:] == [str(sum(map(int, prompt.removesuffix("=?").split("+"))))]
 
 
 def plain_update(optimizer, loss, lr: float, max_grad_norm: float) -> dict[str, float]:
-    """Backward, clip, step -> what `Run.optimizer_step` returns; the norm is that before clipping."""
+    """Backward, clip, step -> what `Run.optimizer_step` returns, with the gradient norm before clipping."""
     [group] = optimizer.param_groups
     group["lr"] = lr
     loss.backward()
@@ -232,16 +246,17 @@ def plain_update(optimizer, loss, lr: float, max_grad_norm: float) -> dict[str, 
 
 
 def assert_metrics(step, updates, expected: dict) -> None:
-    """The step's line in metrics.jsonl has the means over its updates of loss, grad_norm and lr, and what is expected
-    beside them."""
+    """Check that the step logged the means of loss, grad_norm and lr over `updates`, and the values in `expected`."""
     expected = expected | {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
     assert {name: step.metrics[name] for name in expected} == pytest.approx(
         {name: float(value) for name, value in expected.items()}, rel=2e-3, abs=1e-5)
 
 
 def assert_same_weights(directory, policy, start=None) -> None:
-    """The saved model is the plain one: what training changed (of the tiny model, or of `start`) differs by rounding
-    alone, which AdamW amplifies where a gradient is nearly 0."""
+    """Check that the run's saved model is the plain one, up to rounding, which AdamW amplifies for gradients near 0.
+
+    The difference is compared with what training changed in the model it started from (`start`, or the tiny model).
+    """
     trained = type(policy).from_pretrained(Path(directory) / "model")
     saved, plain, start = (torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
                            for model in (trained, policy, start or load_tiny_model()))

@@ -1,10 +1,20 @@
-"""A table of finished runs: python tests/summarize.py [--minus NAME | --each] [--tokens N] [--plot FILE.svg] DIR …
+"""Print a table of finished runs, with a row for each name. A run's directory is called NAME-SEED.
 
-DIR is NAME-SEED, and every cell the mean ± standard error over the seeds of a name: of greedy held-out accuracy before
-and after, of seconds and sampled tokens over all steps, of the rest over the last ten. "spread": the standard deviation
-over seeds of the sampled accuracy, averaged over the steps. --tokens N cuts each run where it has sampled N tokens.
---minus NAME: the differences from NAME's runs, seed by seed; --each: a row for every run. --plot draws --metric against
-the sampled tokens, a line with its standard error for each name (pip install matplotlib).
+    python tests/summarize.py [--minus NAME | --each] [--tokens N] [--plot FILE.svg [--metric NAME]] DIR …
+
+Each cell, except in the last column, is the mean ± standard error over a name's seeds:
+
+    before, after          greedy held-out accuracy, at the first and the last evaluation
+    seconds, 1,000 tokens  sums over all steps; the tokens are those sampled
+    peak MB                the maximum over all steps
+    spread                 standard deviation of the sampled accuracy over seeds, averaged over the steps
+    all others             averages over the last ten steps
+
+    --tokens N    cut each run where it has sampled N tokens
+    --minus NAME  show the differences from NAME's runs, seed by seed
+    --each        show a row for every run
+    --plot FILE   draw --metric (accuracy) against the sampled tokens: for each name the mean and a band of one
+                  standard error (pip install matplotlib)
 """
 import argparse
 import json
@@ -19,7 +29,7 @@ COLUMNS = {"entropy": "entropy", "completion_length": "length", "wrong_length": 
 
 
 def read(directory: Path, budget: float) -> list[dict]:
-    """The metrics of a run, up to its budget of sampled tokens."""
+    """A run's metrics, up to a budget of sampled tokens."""
     metrics, spent = [], 0
     for line in (directory / "metrics.jsonl").read_text().splitlines():
         step = json.loads(line)
@@ -57,7 +67,7 @@ def plot(runs: dict[str, list[list[dict]]], metric: str, file: str) -> None:
     except ImportError:
         sys.exit("summarize.py: --plot: pip install matplotlib")
     matplotlib.use("svg" if file.endswith(".svg") else "agg")
-    matplotlib.rcParams["svg.hashsalt"] = "curves"  # the same file for the same runs
+    matplotlib.rcParams["svg.hashsalt"] = "curves"  # the same runs give the same file
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     for name, seeds in runs.items():
@@ -85,7 +95,8 @@ def main() -> None:
     form.add_argument("--minus", default="")
     form.add_argument("--each", action="store_true")
     parser.add_argument("directories", type=Path, nargs="+")
-    args, runs, seeds_of = parser.parse_args(), defaultdict(list), defaultdict(list)
+    args = parser.parse_args()
+    runs, seeds_of = defaultdict(list), defaultdict(list)
     for directory in args.directories:
         name, _, seed = directory.name.rpartition("-")
         name = directory.name if args.each else name
@@ -107,7 +118,10 @@ def main() -> None:
         for title in titles:
             values = np.array([row[title] for row in rows if title in row])
             error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
-            digits = 0 if title in ("seconds", "1,000 tokens", "peak MB") else 1 if "length" in title or "wrong" in title else 3
+            if title in ("seconds", "1,000 tokens", "peak MB"):
+                digits = 0
+            else:
+                digits = 1 if "length" in title or "wrong" in title else 3
             cells.append(f"{values.mean():.{digits}f} ± {error:.{digits}f}" if len(values) else "")
         last = spread(runs[name])
         print(f"| {name} | {len(rows)} | " + " | ".join(cells) + f" | {'' if last is None else f'{last:.3f}'} |")

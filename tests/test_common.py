@@ -1,4 +1,4 @@
-"""common.py against definitions: a vocabulary of a few tokens can be summed over, a padded row must score as alone."""
+"""common.py against definitions: sums over a small vocabulary, and each row of a padded batch computed alone."""
 import gzip
 import json
 import math
@@ -18,7 +18,7 @@ from helpers import random_model
 
 ARCHITECTURES = ["Qwen2", "Llama", "Gemma2", "GPT2", "Mistral", "Cohere", "Granite", "Phi", "GPTNeoX", "Qwen3",
                  "Qwen3_5Text"]
-PROMPTS = ["12+34=?", "7+8=?", "1"]  # three lengths: two of them are left-padded
+PROMPTS = ["12+34=?", "7+8=?", "1"]  # of three lengths, so that two are left-padded
 
 
 def batch_of_three(tokenizer):
@@ -30,14 +30,14 @@ def batch_of_three(tokenizer):
 # ----------------------------------------------------------------------------------------------------- log-probs
 
 def logprobs_and_entropy(model, ids, n: int, temperature: float):
-    """log π and Σ −p log p of the last n of `ids`, by plain operations on the model's own logits."""
+    """log π and entropy Σ −p log p at the last n of `ids`, by plain operations on the model's own logits."""
     logp = (model(ids[None]).logits[0] / temperature).log_softmax(-1)[-n - 1:-1]
     return logp.gather(1, ids[-n:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logprobs_and_entropy_are_those_of_each_row_alone(architecture):
-    """A padded row must give what the model gives for that row without any padding."""
+    """A row of a padded batch has the values that the model gives for that row without padding."""
     model, tokenizer = random_model(architecture)
     if architecture == "Gemma2":
         model.config.final_logit_softcapping = 2.0  # low, so that a missing soft cap would show
@@ -54,7 +54,7 @@ def test_logprobs_and_entropy_are_those_of_each_row_alone(architecture):
 
 @pytest.mark.parametrize("changes", [{"logit_scale": 0.25}, {"logits_scaling": 4.0}, {}])
 def test_a_scaled_or_biased_head_is_exact(changes):
-    """Cohere multiplies, Granite divides, Phi has a bias."""
+    """Cohere multiplies its logits by a factor, Granite divides them, and Phi's head has a bias."""
     architecture = {"logit_scale": "Cohere", "logits_scaling": "Granite"}.get(next(iter(changes), None), "Phi")
     model, tokenizer = random_model(architecture, **changes)
     if not changes:
@@ -63,7 +63,7 @@ def test_a_scaled_or_biased_head_is_exact(changes):
     sliced = common.completion_logprobs(model, input_ids, attention_mask, mask.shape[1], 1.0, True)
     full = common.completion_logprobs(model, input_ids, attention_mask, mask.shape[1], 1.0, False)
     torch.testing.assert_close(sliced, full, rtol=1e-4, atol=1e-5)
-    assert common.head_is_sliceable(model.bfloat16())  # whose logits are rounded
+    assert common.head_is_sliceable(model.bfloat16())  # although its logits are rounded
 
 
 def test_a_head_in_bfloat16_takes_hidden_states_in_float32():
@@ -73,7 +73,7 @@ def test_a_head_in_bfloat16_takes_hidden_states_in_float32():
 
 
 def test_an_unknown_head_falls_back_to_full_logits_with_one_warning(recwarn):
-    """A head that `head_logits` does not know: each column of the logits has a factor. The model's own values count."""
+    """`head_logits` does not know this head, which scales each column: the model's own logits are used instead."""
     model, tokenizer = random_model("Qwen2")
     plain = type(model).forward
 
@@ -94,7 +94,7 @@ def test_an_unknown_head_falls_back_to_full_logits_with_one_warning(recwarn):
 
 
 def test_full_logits_are_those_of_each_row_alone_where_padding_would_change_them():
-    """RecurrentGemma's convolution reads what stands left of a prompt, whatever the attention mask says."""
+    """RecurrentGemma's convolution reads the padding to the left of a prompt, in spite of the attention mask."""
     model, tokenizer = random_model("RecurrentGemma")
     input_ids, attention_mask, mask = batch_of_three(tokenizer)
     logprobs, _ = common.completion_logprobs(model, input_ids, attention_mask, mask.shape[1], 1.0, False)
@@ -110,7 +110,7 @@ def test_slices_of_the_vocabulary_give_the_values_and_gradients_of_plain_operati
     input_ids, attention_mask, mask = batch_of_three(tokenizer)
     coefficients = torch.randn(mask.shape)
     if architecture == "Phi":
-        model.lm_head.bias.data.normal_()  # zeros until then
+        model.lm_head.bias.data.normal_()  # it is initialized with zeros
 
     def gradient(rows):
         model.zero_grad()
@@ -124,7 +124,7 @@ def test_slices_of_the_vocabulary_give_the_values_and_gradients_of_plain_operati
     widths, head_logits = [], common.head_logits
     monkeypatch.setattr(common, "head_logits", lambda *a: (widths.append(len(a[2])), head_logits(*a))[1])
     common.head_is_sliceable(model)
-    for size in (1, 5, len(tokenizer)):  # columns at a time
+    for size in (1, 5, len(tokenizer)):  # columns in a slice
         widths.clear()
         monkeypatch.setitem(common.HEAD_SLICE, "cpu", size * int(mask.sum()))
         logprobs, entropy = common.token_logprobs(model, input_ids, attention_mask, mask.shape[1], 0.9)
@@ -135,8 +135,8 @@ def test_slices_of_the_vocabulary_give_the_values_and_gradients_of_plain_operati
 @pytest.mark.parametrize("used", [[0], [1], [0, 1]])  # log-probs, as in most losses; the entropy; both
 @pytest.mark.parametrize("offset, spread", [(0, 5), (-1000, 5), (0, 1000)])
 def test_slices_keep_their_digits_where_logits_are_large(offset, spread, used):
-    """Compared with float64. exp of such logits overflows in float32, and log Σ exp of them has few decimals left."""
-    hidden, weight = torch.randint(-8, 9, (5, 16)) / 8.0, (torch.randn(97, 16) * spread).round() / 8  # exact logits
+    """Compared with float64. In float32, exp of such logits overflows, and their log Σ exp has few decimals left."""
+    hidden, weight = torch.randint(-8, 9, (5, 16)) / 8.0, (torch.randn(97, 16) * spread).round() / 8  # exact in float32
     targets, coefficients = torch.tensor([0, 96, 7, 50, 13]), torch.randn(2, 5)
 
     def run(dtype, function):
@@ -165,14 +165,14 @@ def test_micro_batches_deal_every_row_once_and_keep_blocks_together(max_tokens):
                                                                    max_tokens):
         assert rows[::2].tolist() == (rows[1::2] - 1).tolist()
         assert input_ids.numel() <= max_tokens or len(rows) == 2
-        assert attention_mask.sum() == rollout.attention_mask[rows].sum()  # trimming cut only padding
+        assert attention_mask.sum() == rollout.attention_mask[rows].sum()  # only padding was trimmed
         assert T == rollout.lengths[rows].max() and attention_mask[:, 0].any()
         seen += rows.tolist()
     assert sorted(seen) == list(range(12))
 
 
 def test_long_and_short_rows_do_not_share_a_micro_batch():
-    """Eight rows of 25 tokens and eight of 5 would be 40% padding. Below a quarter of max_tokens that is allowed."""
+    """Eight rows of 25 tokens and eight of 5 would be 40% padding. That is allowed below a quarter of max_tokens."""
     batch = common.Batch(*common.collate([[i] for i in range(16)], [[7] * n for n in [24, 4] * 8], 0))
     dealt = [rows.tolist() for rows, *_ in common.micro_batches(batch, list(range(16)), 500)]
     assert dealt == [list(range(0, 16, 2)), list(range(1, 16, 2))]
@@ -181,17 +181,20 @@ def test_long_and_short_rows_do_not_share_a_micro_batch():
 
 @pytest.mark.parametrize("compute", [common.token_logprobs, common.token_values, common.sequence_scores])
 def test_equal_rows_are_computed_once(compute):
-    """Rows 0, 2 and 3 are one prompt (5 6) and one completion (7 8 9), whatever stands under the mask.
+    """Rows 0, 2 and 3 have the same prompt (5 6) and completion (7 8 9); their masked positions differ.
 
-    Each gets what it would get alone, and the gradients of the copies add up. Values of the copies are equal to the last
-    bit: a group that a reward model scores so has advantage 0.
+    Each row gets the values that it would get alone, and the gradients of copies add up. Copies have values that are
+    equal to the last bit, so that a group of copies scored by a reward model gets advantages of exactly 0.
     """
     model, _ = random_model("Qwen2")
     common.head_is_sliceable(model)
     if compute is not common.token_logprobs:
         model.config.num_labels = 1
         model = common.AutoModelForSequenceClassification.from_config(model.config).eval()
-    input_ids = torch.tensor([[0, 5, 6, 7, 8, 9, 0], [0, 5, 6, 7, 8, 0, 0], [3, 5, 6, 7, 8, 9, 11], [0, 5, 6, 7, 8, 9, 0]])
+    input_ids = torch.tensor([[0, 5, 6, 7, 8, 9, 0],
+                              [0, 5, 6, 7, 8, 0, 0],
+                              [3, 5, 6, 7, 8, 9, 11],
+                              [0, 5, 6, 7, 8, 9, 0]])
     attention_mask = torch.tensor([[0, 1, 1, 1, 1, 1, 0]] * 4)
     attention_mask[1, 5] = 0
     rows_read, coefficients = [], torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -213,23 +216,26 @@ def test_equal_rows_are_computed_once(compute):
 
 
 def test_copies_share_a_micro_batch(monkeypatch):
-    """Three copies each of two rows of 25 tokens, shuffled: a micro-batch of 25 tokens has room for three copies."""
+    """Three copies each of two rows of 25 tokens, shuffled. Copies count once, so 25 tokens have room for all three."""
     batch = common.Batch(*common.collate([[5]] * 3 + [[6]] * 3, [[7] * 24] * 6, 0))
     rows = torch.tensor([4, 0, 3, 2, 5, 1])
     dealt = [rows.tolist() for rows, *_ in common.micro_batches(batch, rows, 25)]
     assert dealt == [[0, 1, 2], [3, 4, 5]]
-    monkeypatch.setattr(common, "world_size", lambda: 2)  # and where one is halved, to have one for each rank, they stay
+    # A single micro-batch is halved, to have one for each of two ranks. Copies stay together in that too.
+    monkeypatch.setattr(common, "world_size", lambda: 2)
     assert [rows.tolist() for rows, *_ in common.micro_batches(batch, rows, 100)] == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("architecture, can_share", [
-    ("Qwen2", True), ("Llama", True), ("GPT2", True), ("Qwen3", True), ("GPTNeo", True), ("Falcon", True), ("Cohere", True),
+    ("Qwen2", True), ("Llama", True), ("GPT2", True), ("Qwen3", True), ("GPTNeo", True), ("Falcon", True),
+    ("Cohere", True),
     ("Bloom", False), ("OpenAIGPT", False), ("Mistral", False), ("Gemma2", False)])
 def test_a_prefix_is_read_once_for_all_rows_that_share_it(architecture, can_share, monkeypatch):
-    """Same log-probs, entropies and gradients as when each row reads its whole sequence, as with sliding windows.
+    """Log-probs, entropies and gradients are those of reading every row in full, as models that cannot share do.
 
-    Prompts of three and five tokens, the latter with completions that begin with 9 9: reading two prefixes of three
-    columns saves 3 · 3 tokens, of five columns 2 · 5, three of seven columns 2 · 7: the best.
+    Of five rows, two have a prompt of three tokens. Three have a prompt of five, and completions that begin with 9 9.
+    With prefixes of three columns, two of which are distinct, three rows save 3 tokens each. With five columns, three
+    are distinct, and two rows save 5 each. With seven columns, three are distinct, and two rows save 7 each: the best.
     """
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
     model, tokenizer = random_model(architecture)
@@ -244,7 +250,7 @@ def test_a_prefix_is_read_once_for_all_rows_that_share_it(architecture, can_shar
         logprobs, entropy = common.token_logprobs(model, input_ids, attention_mask, mask.shape[1])
         ((logprobs + entropy) * weights).sum().backward()
         return [logprobs, entropy, *(parameter.grad.clone() for parameter in model.parameters())]
-    run()  # the first call compares heads
+    run()  # only the first call runs `head_is_sliceable`
     read.clear()
     once = run()
     assert read == ([(3, 7), (5, 4)] if can_share else [(5, 11)])
@@ -256,15 +262,18 @@ def test_a_prefix_is_read_once_for_all_rows_that_share_it(architecture, can_shar
 @pytest.mark.parametrize("architecture, changes", [
     ("Qwen2", {}), ("Qwen3Moe", dict(num_experts=8, num_experts_per_tok=4, moe_intermediate_size=32))])
 def test_the_gradient_is_the_same_each_time_to_the_last_bit(architecture, changes):
-    """Gradients add up where prompts are read once (here four of 30 tokens, for 128 rows) and where four experts read
-    the same token. They must do so in a fixed order, or --resume would not repeat a run."""
+    """Gradients are summed in a fixed order. Otherwise a resumed run would not repeat the original.
+
+    Several gradients meet where prompts are read once (here four of 30 tokens, for 128 rows), and where four experts
+    read the same token.
+    """
     model, _ = random_model(architecture, **changes)
     prompts, completions = torch.randint(3, 20, (4, 30)), torch.randint(3, 20, (128, 4))
     input_ids = torch.cat([prompts[torch.randint(4, (128,))], completions], 1)
     threads, mode, seen = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), set()
     torch.use_deterministic_algorithms(False)
     if architecture == "Qwen3Moe":
-        common.setup_device()  # as every run does; our own functions need no help
+        common.setup_device()  # makes PyTorch deterministic; our own functions do not need it
     torch.set_num_threads(2)
     for _ in range(10):
         model.zero_grad()
@@ -276,21 +285,21 @@ def test_the_gradient_is_the_same_each_time_to_the_last_bit(architecture, change
 
 
 def test_sharing_has_to_save_enough(monkeypatch):
-    """Eight rows of ten columns, of which the first n agree: reading those once saves 7 n of 80 tokens."""
+    """Eight rows of ten columns share the first n. Reading these once saves 7 n of 80 tokens."""
     def share(n):
         return common.prefix_to_share(torch.tensor([[5] * n + [i] * (10 - n) for i in range(8)]))
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
-    assert [share(n) for n in (0, 2, 3, 9)] == [0, 0, 3, 9]  # 14 tokens are less than a fifth, 21 more
+    assert [share(n) for n in (0, 2, 3, 9)] == [0, 0, 3, 9]  # 14 tokens are less than a fifth, 21 are more
     monkeypatch.setattr(common, "SHARED_TOKENS", 50)
     assert [share(n) for n in (7, 8)] == [0, 8]  # 49 and 56
-    assert common.prefix_to_share(torch.tensor([[5] * 10] * 8)) == 9  # rows that differ only in a token that is not read
+    assert common.prefix_to_share(torch.tensor([[5] * 10] * 8)) == 9  # at least one column is left for each row
     assert common.prefix_to_share(torch.tensor([[5]])) == 0
-    assert common.prefix_to_share(torch.tensor([[i] + [5] * 99 for i in range(8)])) == 0  # alike, but not from the first
+    assert common.prefix_to_share(torch.tensor([[i] + [5] * 99 for i in range(8)])) == 0  # the first columns differ
 
 
 @pytest.mark.parametrize("ranks, blocks", [(2, 5), (3, 4), (4, 2)])
 def test_every_rank_gets_the_same_number_of_micro_batches(ranks, blocks):
-    """FSDP waits for all ranks. With fewer blocks than ranks, one computes a row with T = 0, which adds nothing."""
+    """FSDP waits for all ranks. A rank without a block of its own computes a row with T = 0, which adds nothing."""
     model, tokenizer = random_model("Qwen2")
     rollout = common.sample(model, tokenizer, PROMPTS, 2, 6)
     dealt = []
@@ -313,7 +322,8 @@ def test_recomputed_activations_share_nothing(monkeypatch):
     model, _ = random_model("Qwen2")
     ids, mask, completion = common.collate([[5, 6, 7, 8, 9, 10, 11, 12]] * 8, [[7, i] for i in range(8)], 0)
     expected = common.token_logprobs(model, ids, mask, completion.shape[1])[0]
-    cfg = SimpleNamespace(freeze_layers=0, gradient_checkpointing=True, lr=1e-4, steps=1, lr_schedule="constant", warmup_steps=0)
+    cfg = SimpleNamespace(freeze_layers=0, gradient_checkpointing=True, lr=1e-4, steps=1, lr_schedule="constant",
+                          warmup_steps=0)
     common.make_optimizer(model, cfg)
     torch.testing.assert_close(common.token_logprobs(model, ids, mask, completion.shape[1])[0], expected)
 
@@ -345,7 +355,7 @@ def test_both_ways_have_the_temperature():
 
 
 def test_gradients_of_slices_add_up_in_float32():
-    """The gradient of bfloat16 hidden states is a sum over the slices: added up in bfloat16 it would lose digits."""
+    """The gradient of bfloat16 hidden states is a sum over slices. Summed in bfloat16 it would lose digits."""
     torch.manual_seed(0)
     config = random_model("Qwen2")[0].config
     hidden, weight = torch.randn(4, 16), torch.randn(512, 16)
@@ -370,7 +380,7 @@ def test_a_head_with_a_bias():
 
 
 def test_the_size_of_a_micro_batch_is_that_of_its_tensors():
-    """Rows of 10 + 2 and 2 + 10 tokens: prompts and completions are padded apart, so together they take 2 · 20."""
+    """Rows of 10 + 2 and 2 + 10 tokens. Prompts and completions are padded separately, so the two take 2 · 20."""
     batch = common.Batch(*common.collate([[5] * 10, [5] * 2], [[7] * 2, [7] * 10], 0))
     for max_tokens, count in ((39, 2), (40, 1)):
         assert len(list(common.micro_batches(batch, [0, 1], max_tokens))) == count
@@ -396,9 +406,14 @@ def test_greedy_output_is_that_of_generate(architecture, changes):
 
 
 def test_rows_fit_where_they_take_half_of_the_free_memory(monkeypatch):
-    """L = 10, T = 6, G = 4. Each row takes 1,024 numbers for keys and values (2 layers, 2 heads of 8, 16 tokens), and a
-    fourth of what its prompt takes: 480 of 3 · 64 · 10 (the MLP's gate, up and product) and 25 of 10 · 10 (the mask).
-    These are of 4 bytes each; a logit takes 18 bytes."""
+    """A row with L = 10, T = 6 and G = 4 takes, in numbers of 4 bytes,
+
+    1,024 for keys and values: 2 of them, 2 layers, 2 heads of 8, 16 tokens;
+    480 for the MLP's gate, up and product: 3 · 64 · 10 of the prompt, shared by 4 rows;
+    25 for the mask: 10 · 10 of the prompt, shared by 4 rows.
+
+    Each logit takes 18 bytes. A quarter of the machine's memory counts as free, hence 4 · 2 · 100 times a row.
+    """
     model, _ = random_model("Qwen2")
     memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * ((1024 + 480 + 25) * 4 + 18 * model.config.vocab_size)}
     monkeypatch.setattr(common.os, "sysconf", memory.get)
@@ -407,7 +422,8 @@ def test_rows_fit_where_they_take_half_of_the_free_memory(monkeypatch):
 
 def test_temperature_0_is_greedy():
     model, tokenizer = random_model("Qwen2")
-    greedy, at_0 = (common.sample(model, tokenizer, PROMPTS, 2, 24, **how) for how in ({"greedy": True}, {"temperature": 0}))
+    greedy, at_0 = (common.sample(model, tokenizer, PROMPTS, 2, 24, **how)
+                    for how in ({"greedy": True}, {"temperature": 0}))
     assert torch.equal(at_0.input_ids, greedy.input_ids) and at_0.mask.sum() > 0
 
 
@@ -432,7 +448,7 @@ def test_without_a_pad_token_eos_pads():
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "GPT2", "Mistral", "Gemma2", "Falcon", "Doge"])
 def test_the_step_that_cuda_captures_samples_the_same(architecture, monkeypatch):
-    """GraphStep on a CPU, where it runs without a capture: rows leave, the width is outgrown, prompts are padded."""
+    """GraphStep, which captures nothing on a CPU. Rows end and leave, the width grows, and prompts are padded."""
     model, tokenizer = random_model(architecture)
     steps, on_cuda = [], common.GraphStep.__call__
     monkeypatch.setattr(common.GraphStep, "__call__", lambda self, *a: (steps.append(self), on_cuda(self, *a))[1])
@@ -442,13 +458,14 @@ def test_the_step_that_cuda_captures_samples_the_same(architecture, monkeypatch)
         return common.sample(model, tokenizer, PROMPTS, 8, 90, temperature).input_ids
     expected = [draw(temperature) for temperature in (0, 1.3)]
     assert not steps
-    monkeypatch.setattr(common, "LEAST_COLUMNS", 64)  # these rows are short, and few
+    monkeypatch.setattr(common, "LEAST_COLUMNS", 64)  # lower limits, because these rows are short and few
     monkeypatch.setattr(common, "LEAST_ROWS", 4)
-    monkeypatch.setattr(torch, "empty", torch.zeros)  # as on CUDA: columns to come are read, with weight 0
-    monkeypatch.setattr(common, "can_use_graph", lambda model, cache: model.config._attn_implementation == "sdpa" and all(
-        isinstance(layer, common.RoomyLayer) for layer in cache.layers))
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # as on CUDA: later columns are read, with weight 0
+    monkeypatch.setattr(common, "can_use_graph", lambda model, cache: (
+        model.config._attn_implementation == "sdpa"
+        and all(isinstance(layer, common.RoomyLayer) for layer in cache.layers)))
     assert all(torch.equal(draw(temperature), ids) for temperature, ids in zip((0, 1.3), expected))
-    if architecture not in ("Mistral", "Gemma2"):  # sliding windows
+    if architecture not in ("Mistral", "Gemma2"):  # their sliding windows rule GraphStep out
         assert len({step.width for step in steps}) > 1 and len({len(step.ids) for step in steps}) > 1
 
 
@@ -464,7 +481,7 @@ def test_a_gathered_model_runs_without_hooks_which_then_come_back():
         with common.gathered(model):
             assert torch.equal(model(ids).logits, expected) and not calls
         assert torch.equal(model(ids).logits, expected) and calls == [1]
-        assert all(isinstance(p, DTensor) for p in model.model.layers.parameters())  # shards again, after each forward
+        assert all(isinstance(p, DTensor) for p in model.model.layers.parameters())  # sharded again after the forward
     finally:
         dist.destroy_process_group()
 
@@ -472,8 +489,8 @@ def test_a_gathered_model_runs_without_hooks_which_then_come_back():
 def test_sampled_frequencies_are_the_tempered_softmax():
     """Chi-square of 20,000 first tokens against softmax(logits / T): 26 tokens, so 25 degrees of freedom.
 
-    The bound 60 is exceeded by chance once in 10,000 runs; the seed is fixed, so a pass stays a pass. Top-k, top-p
-    and a penalty in the generation config must not matter.
+    Chance exceeds the bound 60 once in 10,000 seeds, and the seed is fixed. Top-k, top-p, the penalty and the
+    temperature of the generation config must have no effect.
     """
     model, tokenizer = random_model("Qwen2")
     model.generation_config.update(do_sample=True, top_k=2, top_p=0.5, repetition_penalty=5.0, temperature=0.1)
@@ -487,7 +504,7 @@ def test_sampled_frequencies_are_the_tempered_softmax():
 
 
 def test_sampled_sequences_have_the_models_probability():
-    """Two tokens deep: frequency of each (first, second) pair against the product of the two softmaxes."""
+    """Frequencies of (first, second) pairs of tokens against the product of the two softmaxes, to 5 deviations."""
     model, tokenizer = random_model("Qwen2")
     torch.manual_seed(2)
     N = 20_000
@@ -502,10 +519,10 @@ def test_sampled_sequences_have_the_models_probability():
 
 
 def test_rare_tokens_keep_their_share():
-    """100,000 tokens of probability 5e-9 together have 5e-4: in float32 steps of 6e-8 most of them would be lost."""
+    """100,000 tokens of probability 5e-9 make up 5e-4. A float32 sum near 1 has steps of 6e-8 and would lose most."""
     logits = torch.full((1, 100_001), math.log(5e-9))
     logits[0, 0] = math.log(1 - 5e-4)
-    uniforms = 1 - 5e-4 * (torch.arange(200, dtype=torch.float64) + 0.5) / 200  # a grid over the tail
+    uniforms = 1 - 5e-4 * (torch.arange(200, dtype=torch.float64) + 0.5) / 200  # a grid over these tokens
     tokens = common.pick_tokens(logits.expand(200, -1), uniforms, 1.0)
     assert len(tokens.unique()) == 200
     assert common.pick_tokens(logits, torch.zeros(1, dtype=torch.float64), 1.0).item() == 0
@@ -519,7 +536,7 @@ def test_a_token_of_probability_zero_is_never_drawn():
 
 @pytest.mark.parametrize("size", [5, 1000])
 def test_a_broken_policy_still_gives_token_ids(size):
-    """Its NaN loss is what ends the run, with a message; an index error here would hide it."""
+    """The NaN loss should end the run, with a message. An index error in sampling would come first and hide it."""
     tokens = common.pick_tokens(torch.full((4, size), math.nan), torch.rand(4, dtype=torch.float64), 1.0)
     assert ((0 <= tokens) & (tokens < size)).all()
 
@@ -535,14 +552,14 @@ def test_the_rollouts_parts_agree():
         completion = ids[row, :n].tolist()
         assert tokenizer.eos_token_id not in completion[:-1]
         assert (completion[-1] == tokenizer.eos_token_id) == bool(rollout.finished[row]) or n == 30
-        assert rollout.mask[row].tolist() == [True] * n + [False] * (T - n)  # the EOS is in the mask
+        assert rollout.mask[row].tolist() == [True] * n + [False] * (T - n)  # EOS included
         assert rollout.completions[row] == tokenizer.decode(completion, skip_special_tokens=True)
         real = rollout.input_ids[row][rollout.attention_mask[row].bool()].tolist()
         assert real == tokenizer.encode(PROMPTS[row // 8]) + completion
     by_ids = common.sample(model, tokenizer, [tokenizer.encode(p) for p in PROMPTS], 1, 5, greedy=True)
     assert torch.equal(by_ids.input_ids, common.sample(model, tokenizer, PROMPTS, 1, 5, greedy=True).input_ids)
     alone, in_a_list = (common.sample(model, tokenizer, p, 1, 5, greedy=True) for p in (PROMPTS[0], PROMPTS[:1]))
-    assert torch.equal(alone.input_ids, in_a_list.input_ids)  # a string is one prompt, not one for each letter
+    assert torch.equal(alone.input_ids, in_a_list.input_ids)  # a string is one prompt, not a list of letters
 
 
 def test_what_is_sampled_does_not_depend_on_how_many_rows_fit(monkeypatch):
@@ -564,7 +581,7 @@ def test_several_eos_ids_all_end_a_completion():
     rollout = common.sample(model, tokenizer, ["1+1=?"], 64, 30)
     last = rollout.input_ids[:, -rollout.mask.shape[1]:].gather(1, rollout.lengths[:, None] - 1)[:, 0]
     assert set(last[rollout.finished].tolist()) == {tokenizer.eos_token_id, other_end}
-    assert not any("7" in text for text in rollout.completions)  # the end is no part of the text
+    assert not any("7" in text for text in rollout.completions)  # neither is part of the text
 
 
 def test_a_prompt_has_a_token_at_least():
@@ -581,7 +598,7 @@ def test_ranks_cannot_sample_different_prompts(monkeypatch):
 
 
 def test_special_tokens_may_be_drawn():
-    """<pad> and <unk> may be drawn: they are tokens of the completion, but not of its text."""
+    """Special tokens, such as <unk>, may be drawn. They are tokens of the completion, but not part of its text."""
     model, tokenizer = random_model("Qwen2")
     torch.manual_seed(0)
     rollout = common.sample(model, tokenizer, ["1"] * 64, 1, 20, temperature=3.0)
@@ -608,24 +625,25 @@ def test_every_end_counts():
 
 
 def test_finished_at_the_limit():
-    """EOS as the last token that --max_new_tokens allows is an end."""
+    """A completion is finished if the last token that --max_new_tokens allows is EOS."""
     model, tokenizer = random_model("Qwen2")
     torch.manual_seed(0)
     rollout = common.sample(model, tokenizer, ["1"], 400, 2)
     last = rollout.input_ids.gather(1, (rollout.input_ids.shape[1] - 2 + rollout.lengths - 1)[:, None])[:, 0]
-    assert torch.equal(rollout.finished, last == tokenizer.eos_token_id) and (rollout.finished & (rollout.lengths == 2)).any()
+    assert torch.equal(rollout.finished, last == tokenizer.eos_token_id)
+    assert (rollout.finished & (rollout.lengths == 2)).any()
 
 
 @pytest.mark.parametrize("architecture", ["Rwkv", "MiniMax"])
 def test_a_model_without_a_dynamic_cache(architecture):
-    """RWKV's forward pass takes its state under another name, MiniMax's a cache of a class of its own."""
+    """RWKV's forward takes its state under another name, and MiniMax's takes a cache of its own class."""
     model, tokenizer = random_model(architecture)
     with pytest.raises(common.UserError, match="takes no DynamicCache"):
         common.sample(model, tokenizer, PROMPTS, 1, 4)
 
 
 def test_rollouts_of_two_widths_are_joined():
-    """A batch of short prompts and one of long ones: padding goes to the left of prompts and the right of completions."""
+    """Short and long prompts are joined. Padding goes to the left of prompts and to the right of completions."""
     model, tokenizer = random_model("Qwen2")
     torch.manual_seed(0)
     drawn = []
@@ -639,14 +657,15 @@ def test_rollouts_of_two_widths_are_joined():
     alone = [(r, i) for _, r, *_ in drawn for i in range(len(r.mask))]
     T = joined.mask.shape[1]
     for row, (r, i) in enumerate(alone):
-        assert torch.equal(joined.input_ids[row][joined.attention_mask[row].bool()], r.input_ids[i][r.attention_mask[i].bool()])
+        assert torch.equal(joined.input_ids[row][joined.attention_mask[row].bool()],
+                           r.input_ids[i][r.attention_mask[i].bool()])
         assert torch.equal(joined.input_ids[row, -T:][joined.mask[row]], r.input_ids[i, -r.mask.shape[1]:][r.mask[i]])
         assert joined.completions[row] == r.completions[i] and joined.finished[row] == r.finished[i]
         assert joined.attention_mask[row, -T - 1] == 1  # the prompt ends where the completion begins
 
 
 def test_joined_verdicts_are_not_signs_of_rewards():
-    """What is correct is the verifier's word, not the sign of a reward that a format bonus or a penalty has changed."""
+    """`correct` is the verifier's verdict. The sign of a reward may differ, because of a format bonus or a penalty."""
     ids = torch.ones(2, 3, dtype=torch.long)
     rollout = common.Rollout(ids, ids, ids[:, :1].bool(), ["a", "b"], ids[:, 0].bool())
     correct = torch.tensor([[True, False]])
@@ -654,7 +673,7 @@ def test_joined_verdicts_are_not_signs_of_rewards():
 
 
 def test_attention_of_one_token_has_the_models_scale():
-    """Granite scales by attention_multiplier, Gemma 3 by query_pre_attn_scalar: not by 1/sqrt(head_dim)."""
+    """Granite scales by attention_multiplier and Gemma 3 by query_pre_attn_scalar, not by 1/sqrt(head_dim)."""
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 4, 1, 8), torch.randn(3, 2, 6, 8), torch.randn(3, 2, 6, 8)
     mask = torch.arange(6)[None, None, None] < torch.tensor([6, 3, 1])[:, None, None, None]
@@ -665,15 +684,17 @@ def test_attention_of_one_token_has_the_models_scale():
 
 
 def test_draws_are_exact():
-    """Each draw is the first token whose cumulative probability, here in float64 throughout, exceeds the number.
+    """Each draw is the first token whose cumulative probability exceeds the uniform number.
 
-    The blocks' sums are rounded to float32, which may shift all draws of a block by a little."""
+    The expected draws are computed in float64 throughout. `pick_tokens` rounds the sums of blocks to float32, which
+    may shift all draws of a block by the same small amount.
+    """
     logits = torch.full((1, 3000), math.log(5e-9))
     logits[0, 0], logits[0, 1500] = 0.0, 0.0
     weights = (logits - logits.amax()).exp().double().cumsum(-1)[0]
-    for first in (200, 700, 1600):  # in the block of the first likely token, between the two, and after both
+    for first in (200, 700, 1600):  # in the first likely token's block, between the two, and after both
         wanted = torch.arange(first, first + 100)
-        uniforms = (weights[wanted - 1] + weights[wanted]) / 2 / weights[-1]  # amid each of these tokens' share
+        uniforms = (weights[wanted - 1] + weights[wanted]) / 2 / weights[-1]  # the middle of each token's share
         late = common.pick_tokens(logits.expand(len(wanted), -1), uniforms, 1.0) - wanted
         assert (late == late[0]).all() and abs(late[0]) * 5e-9 < 2.4e-7
     logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(0))
@@ -684,7 +705,7 @@ def test_draws_are_exact():
 
 
 def test_no_block_without_probability():
-    """The first 512 tokens, which are summed together, are impossible, and so are the last ones."""
+    """The first block of 512 tokens has probability 0 throughout, and so do the last tokens."""
     logits = torch.full((1, 1600), -math.inf)
     logits[0, 600:1000] = 0.0
     for u in (0.0, 0.5, 1 - 2 ** -53):
@@ -692,7 +713,7 @@ def test_no_block_without_probability():
 
 
 def test_no_draw_beyond_the_last_token():
-    """A block's sum and its cumulative sum are rounded differently, so a draw could fall between the two."""
+    """A block's sum and its last cumulative sum are rounded differently, so a draw could fall between the two."""
     torch.manual_seed(0)
     logits = torch.randn(4000, 600) * 10
     logits[:, 512:] = -math.inf
@@ -710,7 +731,8 @@ def test_rows_fit_by_the_models_head_width(monkeypatch):
 def test_rows_fit_with_the_scores_of_eager_attention(monkeypatch):
     model, _ = random_model("Qwen2")
     model.config._attn_implementation = "eager"
-    memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * ((1024 + 480 + 25 * 3 * 4) * 4 + 18 * model.config.vocab_size)}
+    row = (1024 + 480 + 25 * 3 * 4) * 4 + 18 * model.config.vocab_size  # three copies of the scores of 4 heads
+    memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * row}
     monkeypatch.setattr(common.os, "sysconf", memory.get)
     assert common.rows_that_fit(model, 10, 6, 4) == 100
 
@@ -724,7 +746,7 @@ def test_one_row_always_fits(monkeypatch):
 # -------------------------------------------------------------------------------------------------------- models
 
 def test_dropout_is_off_and_the_dtype_is_kept(tmp_path):
-    """GPT-2 comes with dropout in four places: the policy scored must be the policy that sampled."""
+    """With GPT-2's dropout, the policy that is scored would not be the policy that sampled."""
     model, tokenizer = random_model("GPT2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     policy = common.load_model(str(tmp_path), torch.device("cpu"))
@@ -738,10 +760,13 @@ def test_dropout_is_off_and_the_dtype_is_kept(tmp_path):
 
 @pytest.mark.parametrize("architecture, noise", [
     ("Phimoe", {"num_local_experts": 4, "router_jitter_noise": 0.3}),
-    ("Mixtral", {"num_local_experts": 4, "router_jitter_noise": 0.3}), ("OPT", {"dropout": 0.5, "word_embed_proj_dim": 32})])
+    ("Mixtral", {"num_local_experts": 4, "router_jitter_noise": 0.3}),
+    ("OPT", {"dropout": 0.5, "word_embed_proj_dim": 32})])
 def test_a_policy_that_trains_is_the_one_that_sampled(architecture, noise, tmp_path):
-    """Layers that recompute are in training mode. There PhiMoE draws its experts at random, Mixtral adds noise and OPT
-    drops units: off, also after sampling."""
+    """Noise stays off in layers that recompute activations, which have to be in training mode, also after sampling.
+
+    In that mode PhiMoE would draw its experts at random, Mixtral would add noise, and OPT would apply dropout.
+    """
     model, tokenizer = random_model(architecture, **noise)
     model.save_pretrained(tmp_path)
     policy, arguments = common.load_model(str(tmp_path), torch.device("cpu")), (*batch_of_three(tokenizer)[:2], 8)
@@ -751,11 +776,12 @@ def test_a_policy_that_trains_is_the_one_that_sampled(architecture, noise, tmp_p
     assert optimizer.defaults["weight_decay"] == 0
     common.sample(policy, tokenizer, PROMPTS, 2, 4)
     assert common.decoder_layers(policy)[0].training
-    torch.testing.assert_close(common.token_logprobs(policy, *arguments)[0], common.token_logprobs(model, *arguments)[0])
+    torch.testing.assert_close(common.token_logprobs(policy, *arguments)[0],
+                               common.token_logprobs(model, *arguments)[0])
 
 
 def test_no_row_may_pass_the_length_at_which_longrope_changes_the_positions_of_its_whole_batch(tmp_path):
-    """Phi-3 and Phi-4-mini have two sets of rotary factors; transformers picks one by the longest row."""
+    """Phi-3 and Phi-4-mini have two sets of rotary factors. The longest row of a batch decides which one it gets."""
     rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     model, tokenizer = random_model("Phi3", original_max_position_embeddings=16, rope_scaling=rope)
     model.save_pretrained(tmp_path)
@@ -772,7 +798,7 @@ def test_a_tokenizer_without_pad_token_gets_eos(tmp_path):
 
 
 def test_the_tiny_tokenizer_reads_its_tags_after_saving(tmp_path):
-    """AutoTokenizer takes a generic tokenizer beside a Qwen2 config for Qwen2's own: text must still split the same."""
+    """AutoTokenizer would take a generic tokenizer beside a Qwen2 config for Qwen2's, which splits text differently."""
     model, tokenizer = random_model("Qwen2")
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -780,11 +806,12 @@ def test_the_tiny_tokenizer_reads_its_tags_after_saving(tmp_path):
     loaded = common.load_tokenizer(str(tmp_path))
     assert loaded.encode(text) == tokenizer.encode(text) and loaded.decode(loaded.encode(text)) == text
     from transformers import AutoTokenizer
-    assert AutoTokenizer.from_pretrained(tmp_path).encode(text.replace(" ", "")) == tokenizer.encode(text.replace(" ", ""))
+    text = text.replace(" ", "")
+    assert AutoTokenizer.from_pretrained(tmp_path).encode(text) == tokenizer.encode(text)
 
 
 def test_two_writers_leave_one_whole_directory(tmp_path):
-    """The loser of a race keeps its hands off; a writer that fails leaves nothing behind."""
+    """With replace=False the first writer wins. A writer that fails leaves the directory as it was."""
     def fill(text):
         return lambda folder: (folder / "file").write_text(text)
     common.write_directory(tmp_path / "a", fill("first"), replace=False)
@@ -837,13 +864,13 @@ def test_shuffled_visits_every_item_once_a_pass_and_resumes_anywhere():
 def test_prompts_and_answers_are_found_under_their_usual_names(tmp_path):
     rows = [{"question": "2+2?", "answer": "It is\n#### 4"}, {"problem": "x", "solution": "so \\boxed{\\frac{1}{2}}"},
             {"prompt": "y", "answer": 7}, {"prompt": [{"role": "user", "content": "hi"}], "answer": "z"},
-            {"prompt": "v", "answer": "", "reward_model": {"style": "rule", "ground_truth": "34"}}]  # verl's
+            {"prompt": "v", "answer": "", "reward_model": {"style": "rule", "ground_truth": "34"}}]  # verl's format
     path = tmp_path / "data.jsonl.gz"
-    with gzip.open(path, "wt", encoding="utf-8-sig") as file:  # some tools put a byte order mark first
+    with gzip.open(path, "wt", encoding="utf-8-sig") as file:  # with a byte order mark, as some tools write
         file.write("\n\n".join(json.dumps(row) for row in rows))
     assert [problem.answer for problem in common.read_problems(str(path))] == ["4", "\\frac{1}{2}", "7", "z", "34"]
     path.write_bytes(gzip.compress(b'{"prompt": "y", "reward_model": {"ground_truth": {"tests": []}}}'))
-    assert common.read_problems(str(path), need_answer=False)[0].answer is None  # a reward function reads the row
+    assert common.read_problems(str(path), need_answer=False)[0].answer is None  # left to a reward function
     with pytest.raises(common.UserError, match="the answer must be a string"):
         common.read_problems(str(path))
 
@@ -851,8 +878,9 @@ def test_prompts_and_answers_are_found_under_their_usual_names(tmp_path):
 @pytest.mark.parametrize("content, message", [
     (None, "No such file"), ("", "no rows"), ('{"prompt": "a", "answer": "1"}\n{"prompt": "b', "line 2: not JSON"),
     ("[1, 2]", "line 1: want a JSON object"), ('{"prompt": "a"}', "line 1: no answer"),
-    ('{"prompt": "a", "answer": ["1"]}', "line 1: the answer must be"), ('{"prompt": 3, "answer": "1"}', "line 1: want a prompt"),
-    ('{"answer": "1"}', "line 1: want a prompt"), ("\xff\xfe", "not JSON")])
+    ('{"prompt": "a", "answer": ["1"]}', "line 1: the answer must be"),
+    ('{"prompt": 3, "answer": "1"}', "line 1: want a prompt"), ('{"answer": "1"}', "line 1: want a prompt"),
+    ("\xff\xfe", "not JSON")])
 def test_broken_data_is_one_line_that_names_the_place(tmp_path, content, message):
     path = tmp_path / "rows.jsonl"
     if content is not None:
@@ -863,7 +891,8 @@ def test_broken_data_is_one_line_that_names_the_place(tmp_path, content, message
 
 def test_a_damaged_gzip_file_is_named(tmp_path):
     path = tmp_path / "rows.jsonl.gz"
-    whole = gzip.compress("".join(json.dumps({"prompt": str(i * i), "answer": "1"}) + "\n" for i in range(999)).encode())
+    rows = "".join(json.dumps({"prompt": str(i * i), "answer": "1"}) + "\n" for i in range(999))
+    whole = gzip.compress(rows.encode())
     for damaged in (whole[:len(whole) // 2], whole[:300] + b"\xff" * 99 + whole[399:]):
         path.write_bytes(damaged)
         with pytest.raises(common.UserError, match="rows.jsonl.gz"):
@@ -872,11 +901,12 @@ def test_a_damaged_gzip_file_is_named(tmp_path):
 
 @pytest.mark.parametrize("longest, kept", [(99, [3, 8]), (5, [3])])
 def test_prompts_that_are_too_long_are_left_out_aloud(longest, kept, capsys):
-    """Longer than --max_prompt_tokens, or than what 4 new tokens leave of a context of 12."""
+    """Too long is more than --max_prompt_tokens, or than the 8 tokens that 4 new ones leave in a context of 12."""
     tokenizer = common.tiny_tokenizer()
     tokenizer.model_max_length = 12
     cfg = SimpleNamespace(model="tiny", system_prompt="", max_prompt_tokens=longest, max_new_tokens=4)
-    problems = common.encode_prompts([common.Problem("1" * n, [], "1", {}) for n in (3, 8, 9)], tokenizer, cfg, "--data")
+    problems = [common.Problem("1" * n, [], "1", {}) for n in (3, 8, 9)]
+    problems = common.encode_prompts(problems, tokenizer, cfg, "--data")
     assert [len(problem.prompt_ids) for problem in problems] == kept
     assert f"--data: left out {3 - len(kept)} of 3 prompts" in capsys.readouterr().err
 
@@ -886,15 +916,17 @@ def test_a_chat_template_is_applied_once_and_bos_is_not_doubled():
     tokenizer.chat_template = "{% for m in messages %}<eos>{{ m['content'] }}{% endfor %}<eos>"
     text, templated = common.render_prompt("1+1=?", tokenizer, "2")
     assert templated and text == "<eos>2<eos>1+1=?<eos>"
-    assert common.render_prompt(text, tokenizer, "2") == (text, False)  # it is templated already
+    assert common.render_prompt(text, tokenizer, "2") == (text, False)  # it has the template already
     assert common.render_prompt([{"role": "system", "content": "3"}, {"role": "user", "content": "4"}], tokenizer,
                                 "2")[0] == "<eos>3<eos>4<eos>"
     assert common.render_prompt("1+1=?", tokenizer, "none") == ("<eos>1+1=?<eos>", True)
     assert common.render_prompt("1+1=?", tokenizer, "")[0] == f"<eos>{common.SYSTEM_PROMPT}<eos>1+1=?<eos>"
     tokenizer.chat_template = "{{ messages[-1]['content'] }}{% if not enable_thinking %}<think></think>{% endif %}"
-    assert common.render_prompt("1+1=?", tokenizer, "") == ("1+1=?", True)  # Qwen3's would leave no room to think
-    refusing = "{{ raise_exception('no ' + messages[0]['role']) if messages[0]['role'] in MANY else messages[0]['content'] }}"
-    tokenizer.chat_template = refusing.replace("MANY", "['system']")  # Gemma's: then it opens the first message
+    assert common.render_prompt("1+1=?", tokenizer, "") == ("1+1=?", True)  # like Qwen3's: thinking must be enabled
+    refusing = ("{{ raise_exception('no ' + messages[0]['role']) if messages[0]['role'] in MANY "
+                "else messages[0]['content'] }}")
+    # Gemma's template refuses system messages: the prompt is put before the first message.
+    tokenizer.chat_template = refusing.replace("MANY", "['system']")
     assert common.render_prompt("1+1=?", tokenizer, "2") == ("2\n\n1+1=?", True)
     tokenizer.chat_template = refusing.replace("MANY", "['system', 'user']")
     with pytest.raises(common.UserError, match="refuses a prompt: no user"):
@@ -904,22 +936,24 @@ def test_a_chat_template_is_applied_once_and_bos_is_not_doubled():
     with_bos = common.tiny_tokenizer()
     with_bos.bos_token = "<eos>"
     eos = with_bos.eos_token_id
-    with_bos._tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", eos)])
+    with_bos._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", eos)])
     one, = tokenizer.encode("1")
     texts = [("1", False), ("<eos>1", False), ("<eos>1", True), ("1", True), ("1", False)]
     assert common.encode(with_bos, texts) == [[eos, one], [eos, one], [eos, one], [one], [eos, one]]
     with_eos = common.tiny_tokenizer()
-    with_eos._tokenizer.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", eos)])
+    with_eos._tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <eos>", special_tokens=[("<eos>", eos)])
     texts = [("1", False), ("1<eos>", False)]
-    assert common.encode(with_eos, texts) == [[one], [one, eos]]  # or the first would be over; the second had its own
+    assert common.encode(with_eos, texts) == [[one], [one, eos]]  # no EOS is added; one in the text stays
     assert common.encode(tokenizer, texts) == [[one], [one, eos]]
-    many = [(str(i), False) for i in range(2500)]  # in three calls of the tokenizer
+    many = [(str(i), False) for i in range(2500)]  # the tokenizer gets them in three calls
     assert common.encode(with_bos, many) == [[eos, *tokenizer.encode(text)] for text, _ in many]
 
 
 @pytest.mark.parametrize("template, completion, reward", [
     ("{{ messages[-1]['content'] }}", "<think>1</think><answer>2</answer>", 1.5),
-    ("{{ messages[-1]['content'] }}<think>", "1</think><answer>2</answer>", 1.5),  # it begins the completion itself
+    ("{{ messages[-1]['content'] }}<think>", "1</think><answer>2</answer>", 1.5),  # the template begins the completion
     ("{{ messages[-1]['content'] }}<think>", "<think>1</think><answer>2</answer>", 1.0)])
 def test_the_format_is_that_of_what_the_template_began(template, completion, reward):
     tokenizer = common.tiny_tokenizer()
@@ -934,13 +968,13 @@ def test_the_format_is_that_of_what_the_template_began(template, completion, rew
 # ------------------------------------------------------------------------------------------ evaluation, machinery
 
 def test_pass_at_k():
-    """Of 4 samples 1 right: two drawn miss it with chance 3/4 · 2/3 = 1/2."""
+    """With 1 of 4 samples right, two drawn without replacement both miss it with probability 3/4 · 2/3 = 1/2."""
     assert common.pass_at_k(4, 1, 2) == 0.5
     assert common.pass_at_k(4, 0, 4) == 0.0 and common.pass_at_k(4, 1, 4) == 1.0 and common.pass_at_k(5, 5, 1) == 1.0
 
 
 def test_an_evaluation_leaves_the_random_state_as_it_was():
-    """So --eval_every and --eval_samples do not change what is trained."""
+    """So --eval_every and --eval_samples do not change the training."""
     model, tokenizer = random_model("Qwen2")
     problem = common.Problem("1+1=?", tokenizer.encode("1+1=?"), "2", {"answer": "2"})
     score = common.load_reward(SimpleNamespace(reward="verifier", format_reward=0.0))
@@ -988,7 +1022,10 @@ def test_a_reward_of_0_is_wrong(tmp_path):
 
 
 def test_the_reward_is_for_a_closed_answer():
-    """A completion cut at <answer>12 may have meant 125. `extract_answer` alone accepts it, for other samplers' texts."""
+    """A completion that ends in <answer>12 may have meant 125, so it gets no reward.
+
+    `extract_answer` itself accepts it, for other samplers, which may stop at </answer> and leave the tag out.
+    """
     score = common.load_reward(SimpleNamespace(reward="verifier", format_reward=0))
     rewards, _ = score([common.Problem("5+7=?", [], "12", {})], rollout_of("<answer>12", "<answer>12</answer>"))
     assert rewards.tolist() == [[0, 1]] and common.extract_answer("<answer>12") == "12"
@@ -1016,7 +1053,7 @@ def test_a_colon_in_the_path_of_a_reward_function(tmp_path):
 
 
 def test_a_reward_model_reads_the_prompt_in_its_own_template():
-    """With the run's system prompt, and with one BOS."""
+    """The prompt is that of the row, with the run's system prompt and a single BOS (here <unk>)."""
     from tokenizers import processors
     tokenizer = common.tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}={% endfor %}"

@@ -1,6 +1,6 @@
-"""The CUDA path, on a GPU: `TEST_CUDA=1 python -m pytest -q tests/test_cuda.py`. Elsewhere all of it is skipped.
+"""The CUDA code paths. They need a GPU: `TEST_CUDA=1 python -m pytest -q tests/test_cuda.py`.
 
-The other tests hide the GPUs (conftest.py), for their numbers are a CPU's.
+Otherwise they are skipped: conftest.py hides the GPUs, since the other tests expect a CPU's numbers.
 """
 import json
 import math
@@ -21,7 +21,7 @@ def read_metrics(run) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.filterwarnings("error::UserWarning:common")  # no CUDA graph, a head that cannot be sliced
+@pytest.mark.filterwarnings("error::UserWarning:common")  # a fallback: no CUDA graph, or all logits at once
 @pytest.mark.parametrize("script, flags", [
     ("grpo.py", ["--minibatches", 2, "--eval_samples", 4]), ("dapo.py", ["--overlong_filtering"]),
     ("dr_grpo.py", ["--gradient_checkpointing", "--freeze_layers", 0.4]), ("ppo.py", []), ("dpo.py", []),
@@ -41,7 +41,7 @@ def test_a_run_trains_saves_and_resumes(script, flags, tmp_path):
 
 
 def load_on_gpu(architecture, folder):
-    """(model on the CPU, in float32; the same as a script holds it on a GPU; tokenizer)."""
+    """(the model on the CPU in float32, the same model as a script loads it on a GPU, its tokenizer)."""
     model, tokenizer = random_model(architecture)
     model.save_pretrained(folder)
     return model, common.load_model(str(folder), common.setup_device()), tokenizer
@@ -50,13 +50,13 @@ def load_on_gpu(architecture, folder):
 @pytest.mark.filterwarnings("error::UserWarning:common")
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "Gemma2", "GPT2", "Mistral"])
 def test_logprobs_and_gradients_are_those_of_a_cpu(architecture, tmp_path, monkeypatch):
-    """Up to the rounding of bfloat16, with rows that share prefixes and with slices of the vocabulary."""
+    """Up to bfloat16 rounding, with shared prefixes and with slices of the vocabulary."""
     monkeypatch.setattr(common, "SHARED_TOKENS", 1)
     monkeypatch.setitem(common.HEAD_SLICE, "cuda", 512)
     model, on_gpu, tokenizer = load_on_gpu(architecture, tmp_path)
     rollout = common.sample(on_gpu, tokenizer, PROMPTS, 4, 12)
     assert rollout.input_ids.is_cuda
-    results = []  # of each: logprobs, entropy, gradient
+    results = []  # for each device: log-probs, entropy, gradient
     for m, device in ((model, "cpu"), (on_gpu, "cuda")):
         logprobs, entropy = common.token_logprobs(m, rollout.input_ids.to(device), rollout.attention_mask.to(device),
                                                   rollout.mask.shape[1], 1.3)
@@ -70,10 +70,10 @@ def test_logprobs_and_gradients_are_those_of_a_cpu(architecture, tmp_path, monke
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "GPT2"])
 def test_captured_steps_sample_what_plain_ones_do(architecture, monkeypatch):
-    monkeypatch.setattr(common, "LEAST_COLUMNS", 64)  # these rows are short, and few
+    monkeypatch.setattr(common, "LEAST_COLUMNS", 64)  # lower limits, because these rows are short and few
     monkeypatch.setattr(common, "LEAST_ROWS", 4)
     model, tokenizer = random_model(architecture)
-    model.cuda()  # in float32: in bfloat16 many rows would part where kernels round by shape
+    model.cuda()  # float32: bfloat16 kernels round differently for each shape, and many rows would diverge
     captured, capture_step = [], common.capture_step
     monkeypatch.setattr(common, "capture_step", lambda *args: captured.append(capture_step(*args)) or captured[-1])
 
@@ -85,13 +85,13 @@ def test_captured_steps_sample_what_plain_ones_do(architecture, monkeypatch):
     assert len({len(step.ids) for step in captured}) > 1 and len({step.width for step in captured}) > 1
     model.no_graph = True
     for texts, expected in zip(with_graphs, (draw(temperature) for temperature in (0, 1.3))):
-        assert sum(map(str.__eq__, texts, expected)) > 0.9 * len(texts)  # a row may part at a near tie
+        assert sum(map(str.__eq__, texts, expected)) > 0.9 * len(texts)  # a row may diverge at a near tie
 
 
 @pytest.mark.skipif(GPUS < 2, reason="want two GPUs")
 @pytest.mark.parametrize("script, flags", [("grpo.py", []), ("ppo.py", []), ("dpo.py", ["--on_policy"])])
 def test_two_gpus_begin_as_one_does(script, flags, tmp_path):
-    """The evaluation before training, and the first step's reward and gradient, up to the rounding of bfloat16."""
+    """Evaluation before training, and reward and gradient of the first step, agree up to bfloat16 rounding."""
     for name, processes in (("one", 0), ("two", 2)):
         done = run_script(script, *flags, "--steps", 2, "--output_dir", tmp_path / name, processes=processes)
         assert done.returncode == 0, done.stderr

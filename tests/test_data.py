@@ -1,4 +1,4 @@
-"""What becomes of flags, models, rows and prompts before anything is trained on them."""
+"""Flags, models, rows and prompts, up to where training begins."""
 import importlib
 import json
 import sys
@@ -43,7 +43,7 @@ def test_flags_are_not_abbreviated():
         common.parse_config(importlib.import_module("grpo").Config, ["--step", "3"])
 
 
-def test_an_interruption_before_the_first_step(monkeypatch, capsys):  # a stderr of its own: `launch` wraps it
+def test_an_interruption_before_the_first_step(monkeypatch, capsys):  # capsys replaces stderr, which `launch` wraps
     def main(cfg):
         raise KeyboardInterrupt
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
@@ -73,7 +73,7 @@ def test_the_phase_that_ran_out_of_memory(function, advice):
 
 
 def test_an_error_of_rank_0_reaches_all(monkeypatch):
-    """If it stayed on rank 0, the others would wait."""
+    """Otherwise the others would wait for rank 0 forever."""
     told = []
     monkeypatch.setattr(common, "from_main_rank", lambda value: told.append(value) or value)
     def full():
@@ -84,7 +84,7 @@ def test_an_error_of_rank_0_reaches_all(monkeypatch):
 
 
 def test_ranks_leave_together(monkeypatch):
-    """Under torchrun a stopped run ends with its signal's code on every rank."""
+    """Under torchrun every rank waits for the others, and then exits with the code of the signal."""
     left = []
     monkeypatch.setattr(common, "world_size", lambda: 2)
     monkeypatch.setattr(common.dist, "barrier", lambda: left.append("waited"))
@@ -123,7 +123,7 @@ def test_the_reference_is_frozen(tmp_path):
 
 
 def test_dropout_is_off_under_its_other_names(tmp_path):
-    """resid_pdrop, embd_pdrop, attn_pdrop."""
+    """GPT-2 calls its rates resid_pdrop, embd_pdrop and attn_pdrop."""
     random_model("GPT2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)[0].save_pretrained(tmp_path)
     policy = common.load_model(str(tmp_path), cpu)
     assert {module.p for module in policy.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
@@ -132,7 +132,8 @@ def test_dropout_is_off_under_its_other_names(tmp_path):
 def test_dropout_is_off_in_the_text_part(tmp_path):
     text = dict(vocab_size=26, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                 num_key_value_heads=2, head_dim=8, attention_dropout=0.5)
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8,
+                  patch_size=4)
     config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
     policy = common.load_model(str(tmp_path), cpu)
@@ -140,14 +141,15 @@ def test_dropout_is_off_in_the_text_part(tmp_path):
 
 
 def test_a_frozen_reward_model_needs_its_head(tmp_path):
-    """transformers would draw it at random."""
+    """transformers would initialize a missing head at random."""
     random_model("Qwen2")[0].save_pretrained(tmp_path)
     with pytest.raises(common.UserError, match="no weights for score.weight"):
-        common.load_model(str(tmp_path), cpu, trainable=False, cls=common.AutoModelForSequenceClassification, num_labels=1)
+        common.load_model(str(tmp_path), cpu, trainable=False, cls=common.AutoModelForSequenceClassification,
+                          num_labels=1)
 
 
 def test_a_reward_model_is_no_policy(tmp_path):
-    """With tied embeddings no weight of a language model is missing in it."""
+    """With tied embeddings it has all weights of a language model, so no missing weight tells the two apart."""
     config = random_model("Qwen2", tie_word_embeddings=True)[0].config
     config.num_labels = 1
     transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
@@ -205,7 +207,8 @@ def test_mamba_has_no_limit(tmp_path):
 
 def test_a_tied_weight_is_saved_once(tmp_path):
     model, tokenizer = random_model("Qwen2", tie_word_embeddings=True)
-    model.bfloat16().save_pretrained(tmp_path / "base")  # `save_model` casts: the copies no longer share memory
+    # `save_model` casts to the checkpoint's bfloat16, after which the tied weights no longer share memory.
+    model.bfloat16().save_pretrained(tmp_path / "base")
     policy = common.load_model(str(tmp_path / "base"), cpu)
     common.save_model(policy, tokenizer, tmp_path / "saved")
     weights = load_file(tmp_path / "saved" / "model.safetensors")
@@ -250,7 +253,8 @@ def rows(tmp_path, *content):
 def test_the_split_of_a_hub_dataset(monkeypatch):
     asked = []
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(
-        load_dataset=lambda name, config, split: asked.append((name, config, split)) or [{"prompt": "p", "answer": "1"}]))
+        load_dataset=lambda name, config, split: (
+            asked.append((name, config, split)) or [{"prompt": "p", "answer": "1"}])))
     for data in ("some/set", "some/set:main", "some/set:main:validation"):
         for split in ("train", "eval"):
             common.read_rows(data, split)
@@ -293,7 +297,7 @@ def test_each_seed_has_its_own_order():
 def test_each_seed_has_its_own_epochs():
     one, two = (common.Shuffled(list(range(50)), seed) for seed in (1, 2))
     one.next(50)
-    assert one.next(50) != two.next(50)  # seed 1's second pass is not seed 2's first
+    assert one.next(50) != two.next(50)  # the second pass of seed 1 is not the first of seed 2
 
 
 def test_the_first_items_are_the_next_ones():
@@ -304,28 +308,36 @@ def test_the_first_items_are_the_next_ones():
 # ----------------------------------------------------------------------------------------------------- prompts
 
 def encode_config(**more):
-    return SimpleNamespace(**{**dict(model="tiny", system_prompt="none", max_prompt_tokens=99, max_completion_tokens=99), **more})
+    defaults = dict(model="tiny", system_prompt="none", max_prompt_tokens=99, max_completion_tokens=99)
+    return SimpleNamespace(**{**defaults, **more})
 
 
 def test_prompts_without_a_template():
     tokenizer = common.tiny_tokenizer()
     assert common.render_prompt("1+1=?", tokenizer, "2") == ("2\n\n1+1=?", False)
     assert common.render_prompt("1+1=?", tokenizer, "") == ("1+1=?", False)
-    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
-    assert common.render_prompt(messages, tokenizer, "none") == ("User: 1\n\nAssistant: 2\n\nUser: 3\n\nAssistant:", False)
+    messages = [{"role": "user", "content": "1"},
+                {"role": "assistant", "content": "2"},
+                {"role": "user", "content": "3"}]
+    rendered = "User: 1\n\nAssistant: 2\n\nUser: 3\n\nAssistant:"
+    assert common.render_prompt(messages, tokenizer, "none") == (rendered, False)
 
 
 def test_a_template_opens_the_answer():
     tokenizer = common.tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    tokenizer.chat_template = ("{% for m in messages %}{{ m['content'] }}{% endfor %}"
+                               "{% if add_generation_prompt %}={% endif %}")
     assert common.render_prompt("1", tokenizer, "none") == ("1=", True)
 
 
 def test_a_template_without_a_system_role():
     tokenizer = common.tiny_tokenizer()
-    tokenizer.chat_template = ("{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    tokenizer.chat_template = ("{% for m in messages %}"
+                               "{% if m['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
                                "{{ m['content'] }},{% endfor %}")
-    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+    messages = [{"role": "user", "content": "1"},
+                {"role": "assistant", "content": "2"},
+                {"role": "user", "content": "3"}]
     assert common.render_prompt(messages, tokenizer, "0") == ("0\n\n1,2,3,", True)
 
 
@@ -340,7 +352,8 @@ def test_the_tiny_model_reads_additions_alone():
     tokenizer = common.tiny_tokenizer()
     with pytest.raises(common.UserError, match="the tiny model reads digits"):
         common.encode_prompts([common.Problem("what is 1+1?", [], "2", {})], tokenizer, encode_config(), "--data")
-    assert common.encode_prompts([common.Problem("what is 1+1?", [], "2", {})], tokenizer, encode_config(model="other"), "--data")
+    cfg = encode_config(model="other")
+    assert common.encode_prompts([common.Problem("what is 1+1?", [], "2", {})], tokenizer, cfg, "--data")
 
 
 def test_a_reward_function_gets_messages_as_text():

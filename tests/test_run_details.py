@@ -1,4 +1,4 @@
-"""`Run` one method at a time: output directory, logs, checkpoints. test_runs.py runs whole scripts."""
+"""`Run`, one method at a time: output directory, logs, checkpoints. (test_runs.py runs whole scripts.)"""
 import json
 import random
 import signal
@@ -17,7 +17,7 @@ from helpers import FakeRun
 
 
 def begin(tmp_path, monkeypatch, **flags):
-    """Start a run with a model of two weights and a learning rate that halves -> (run, model, optimizer, schedule)."""
+    """Start a run of a small linear model whose learning rate halves -> (run, model, optimizer, schedule)."""
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
     model = torch.nn.Linear(2, 1)
     run = common.Run(grpo.Config(**{"output_dir": str(tmp_path / "run"), "lr": 0.1, **flags}))
@@ -30,7 +30,7 @@ def begin(tmp_path, monkeypatch, **flags):
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    run.bar.close()  # else it is drawn when Python exits
+    run.bar.close()  # otherwise it is drawn when Python exits
     return run, model, optimizer, schedule
 
 
@@ -78,7 +78,7 @@ def test_the_seed_is_that_of_all_random_numbers(tmp_path, monkeypatch):
 
 
 def test_a_signal_saves(tmp_path, monkeypatch):
-    """It does not wait for --save_every: the steps since the last checkpoint would be lost."""
+    """At once, and not only after --save_every steps: the steps since the last checkpoint would be lost."""
     run = begin(tmp_path, monkeypatch)[0]
     run.stop_signal = signal.SIGTERM
     with pytest.raises(SystemExit) as stopped:
@@ -121,9 +121,9 @@ def test_all_the_state_comes_back(tmp_path, monkeypatch):
     assert [p.name for p in again.checkpoints()] == ["step-000001"]
 
 
-@pytest.mark.parametrize("later", [1.0, float("nan")])  # even a good update later in the step does not save the run
+@pytest.mark.parametrize("later", [1.0, float("nan")])  # a good update later in the step does not prevent it
 def test_too_many_bad_updates_in_a_row_end_the_run_saved(later, tmp_path, monkeypatch):
-    """The run ends after the step in which the limit is reached. --resume goes on with the next step and counts on."""
+    """The run ends after the step that reaches the limit. --resume continues with the next step and the same count."""
     run, model, optimizer, schedule = begin(tmp_path, monkeypatch, max_bad_steps=2)
 
     def do(step, *factors):
@@ -137,7 +137,7 @@ def test_too_many_bad_updates_in_a_row_end_the_run_saved(later, tmp_path, monkey
     assert [path.name for path in run.checkpoints()] == ["step-000003"]
     run, model, optimizer, schedule = begin(tmp_path, monkeypatch, max_bad_steps=2, resume=True)
     assert run.next_step == 3 and run.bad_steps == {"policy": 0 if later == 1.0 else 3}
-    do(3, 1.0, float("nan"), 1.0)  # a good update ends the row
+    do(3, 1.0, float("nan"), 1.0)  # a good update resets the count
 
 
 def test_a_failed_save_leaves_the_last_checkpoint_alone(tmp_path, monkeypatch):
@@ -175,7 +175,7 @@ def test_lines_of_steps_to_be_done_again_are_dropped(tmp_path):
 
 
 def test_a_gradient_is_clipped_by_hand():
-    """The gradient is (3, 4): its norm 5 is reported, and it is scaled to norm 0.5."""
+    """The gradient (3, 4) has norm 5, which is reported. It is scaled to norm 0.5: (0.3, 0.4)."""
     model = torch.nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
@@ -200,7 +200,7 @@ def test_time_tokens_and_memory():
     run.device, run.began = torch.device("cpu"), time.perf_counter() - 2
     timing = run.timing(torch.tensor(100))
     assert timing["seconds"] >= 2 and timing["tokens_per_second"] * timing["seconds"] == pytest.approx(100)
-    assert 100 < timing["peak_memory_mb"] < 100_000  # torch alone takes more than 100
+    assert 100 < timing["peak_memory_mb"] < 100_000  # importing torch takes more than 100
 
 
 def test_samples_are_two_of_each_of_four_prompts(tmp_path):

@@ -1,4 +1,4 @@
-"""Whole runs: clear errors, exact resumption, the same numbers on any number of processes."""
+"""Whole runs: clear errors, exact resumption, and the same numbers for any number of processes."""
 import importlib
 import json
 import os
@@ -21,7 +21,7 @@ import common
 from helpers import ROOT, FakeRun, beside, few_problems, fork_script, random_model, read_metrics, run_script
 
 SCRIPTS = ["grpo", "dapo", "dr_grpo", "ppo", "dpo", "dpo --on_policy", "reward_model"]
-# Groups so large that one process reads their prefixes once, with completions that mostly differ.
+# Groups so large that a single process reads shared prefixes once. Most completions differ, so few rows are copies.
 LARGE_GROUPS = "grpo --prompts_per_step 8 --group_size 32 --max_new_tokens 12 --temperature 3"
 
 
@@ -31,7 +31,7 @@ def write(path, text):
 
 
 def small_runs(folder):
-    """small(script) -> the command of a run of three steps, on data in the folder."""
+    """A function from a script to the command of a run of three steps, on data that it writes to the folder."""
     draw, rows = random.Random(0), []
     for row in common.arithmetic_rows(2, "train")[:12]:
         right, slip, carry = (common.worked_answer(row["prompt"], draw, *wrong) for wrong in ((0, 0), (0, 1), (1, 1)))
@@ -60,11 +60,11 @@ def small(tmp_path_factory):
 
 @pytest.fixture
 def fails(tmp_path, monkeypatch, capsys):
-    """fails(flags) -> the line on stderr. Checks that it is the only one, the exit code 2, and nothing written."""
+    """fails(*flags) -> the line on stderr. Checks that it is the only one, exit code 2, and that nothing is written."""
     def run(*flags, script="grpo"):
         module = importlib.import_module(script)
         for optional in ("datasets", "wandb"):
-            monkeypatch.setitem(sys.modules, optional, None)  # as if it were not installed
+            monkeypatch.setitem(sys.modules, optional, None)  # imports fail, as if it were not installed
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, flags)])
         if "--output_dir" not in flags:
             sys.argv += ["--output_dir", str(tmp_path / "out")]
@@ -131,7 +131,7 @@ def test_bad_clip_of_dapo(fails):
 
 
 def test_an_overlong_buffer_longer_than_the_completions(fails):
-    """With it even an empty completion would be punished. The default of 8 is accepted with any --max_new_tokens."""
+    """It would penalize even an empty completion. The default of 8 is accepted with any --max_new_tokens."""
     assert "--overlong_buffer 100: more than --max_new_tokens 40" in fails("--overlong_buffer", 100, script="dapo")
     import dapo
     assert common.parse_config(dapo.Config, ["--max_new_tokens", "6"]).overlong_buffer == 8
@@ -167,7 +167,7 @@ def test_a_reward_function_can_not_change_the_row_for_later_calls(tmp_path):
     assert [judge(problem, "2"), judge(problem, "2")] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("name", ["rewards", "json"])  # "json" is also a module of Python
+@pytest.mark.parametrize("name", ["rewards", "json"])  # "json" is also a standard module
 def test_a_reward_file_is_a_module_whose_parts_can_be_pickled(name, tmp_path):
     path = write(tmp_path / f"{name}.py", "import pickle\nclass Own:\n    pass\n"
                  "def f(prompt, completion, row): return type(pickle.loads(pickle.dumps(Own()))) is Own\n")
@@ -176,8 +176,10 @@ def test_a_reward_file_is_a_module_whose_parts_can_be_pickled(name, tmp_path):
 
 
 def test_a_process_that_a_reward_function_forks_can_be_ended(tmp_path):
-    """`terminate` must end it, for that is how a time limit is kept. Ctrl-C, which reaches all processes of a terminal,
-    must not: the run finishes its step, and still needs the reward."""
+    """`terminate` must end it, since time limits are enforced in this way, but SIGINT must not.
+
+    Ctrl-C sends SIGINT to every process of a terminal. The run then finishes its step, and still needs the reward.
+    """
     path = write(tmp_path / "reward.py", """
 import multiprocessing, os, signal, time
 def child(ready):
@@ -221,7 +223,7 @@ def test_a_directory_that_is_no_model(fails, tmp_path):
     tokenizer.save_pretrained(tmp_path / "no_weights")
     model.config.save_pretrained(tmp_path / "no_weights")
     assert "no_weights" in fails("--model", tmp_path / "no_weights")
-    model.save_pretrained(tmp_path / "no_weights")  # two of the three layers that its config has
+    model.save_pretrained(tmp_path / "no_weights")  # two layers; the config will say three
     random_model("Qwen2", num_hidden_layers=3)[0].config.save_pretrained(tmp_path / "no_weights")
     assert "no weights for model.layers.2." in fails("--model", tmp_path / "no_weights")
     weights = tmp_path / "no_weights" / "model.safetensors"
@@ -242,7 +244,7 @@ def test_flags_from_a_file_and_help(tmp_path, capsys):
     path = write(tmp_path / "flags.yaml", "steps: 7\nlr: 1.0e-3\ndivide_by_std: false\neval_data:\n")
     cfg = common.parse_config(grpo.Config, [str(path), "--steps", "9"])
     assert (cfg.steps, cfg.lr, cfg.divide_by_std) == (9, 1e-3, False)
-    assert cfg.eval_data == ""  # an empty value is none
+    assert cfg.eval_data == ""  # a flag without a value keeps its default
     path = write(tmp_path / "other.yaml", "no_divide_by_std: true\ngradient_checkpointing: true\n")
     cfg = common.parse_config(grpo.Config, [str(path)])
     assert not cfg.divide_by_std and cfg.gradient_checkpointing
@@ -261,7 +263,7 @@ TIMING = {"seconds", "tokens_per_second", "peak_memory_mb"}
 
 
 def outcome(directory):
-    """What must be bit-equal: (metrics without timings, final weights)."""
+    """What must be bit-equal: metrics without timings, and the final weights."""
     metrics = [{k: v for k, v in m.items() if k not in TIMING} for m in read_metrics(directory)]
     return metrics, load_file(directory / "model" / "model.safetensors")
 
@@ -274,19 +276,19 @@ def assert_same_outcome(one, other):
 
 
 def wait_for(condition, process, said, seconds=120):
-    """Wait until the condition holds. If the process ends first, or it takes too long, fail with what was said."""
+    """Wait until the condition holds. If the process ends first or time runs out, fail with the text of `said()`."""
     alive = getattr(process, "is_alive", None) or (lambda: process.poll() is None)
     end = time.time() + seconds
     while not condition():
         if not alive() or time.time() > end:
-            process.kill()  # `said` reads its stderr to the end
+            process.kill()  # `said` reads its stderr up to the end
             pytest.fail(said())
         time.sleep(0.01)
 
 
 @pytest.fixture(scope="session")
 def whole_run(tmp_path_factory, small):
-    """whole_run(script) -> the directory of its uninterrupted run."""
+    """whole_run(script) -> the directory of an uninterrupted run, which is done once."""
     done = {}
 
     def run(script):
@@ -299,7 +301,7 @@ def whole_run(tmp_path_factory, small):
 
 
 def kill_and_resume(folder, scripts):
-    """Kill each script's run (grpo.py's twice) at a random moment and resume it -> the folder of the runs."""
+    """Kill a run of each script (that of grpo.py twice) at a random moment, and resume it -> the folder of the runs."""
     small = small_runs(folder)
     for script in scripts:
         out, errors, draw = folder / script, folder / "stderr", random.Random(script)
@@ -325,11 +327,11 @@ def test_killed_at_random_and_resumed_the_end_is_bit_equal(script, whole_run, jo
 
 @pytest.mark.parametrize("number, code, heard", [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, True)])
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, code, heard, small, whole_run, tmp_path):
-    """Also when nobody reads its stderr any more: in `python grpo.py 2>&1 | tee log`, Ctrl-C ends tee first."""
+    """Even if nobody reads stderr any more: in `python grpo.py 2>&1 | tee log`, Ctrl-C also ends tee."""
     out, errors = tmp_path / "stopped", tmp_path / "stderr"
     command = [*small("grpo"), "--save_every", 100, "--output_dir", out]
     os.mkfifo(errors)
-    descriptor = os.open(errors, os.O_RDONLY | os.O_NONBLOCK)  # else `open` waits for a writer
+    descriptor = os.open(errors, os.O_RDONLY | os.O_NONBLOCK)  # otherwise `open` waits for a writer
     os.set_blocking(descriptor, True)
     reader = open(descriptor)
     process = fork_script(errors, *command)
@@ -359,10 +361,10 @@ def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
     other = run_script("dr_grpo.py", "--steps", 2, *flags, "--resume")
     assert other.returncode == 2 and "of grpo.py, not of dr_grpo.py" in other.stderr
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common.Run, "check_directory", lambda run: None)  # as if both had started at once
+        patch.setattr(common.Run, "check_directory", lambda run: None)  # as if two runs had started at once
         at_once = run_script("grpo.py", "--steps", 1, *flags)
     assert at_once.returncode == 2 and "File exists" in at_once.stderr and (out / "metrics.jsonl").read_text() == before
-    shutil.rmtree(out / "model")  # as if killed just before writing it
+    shutil.rmtree(out / "model")  # as if the run was killed just before writing it
     finished = run_script("grpo.py", "--steps", 1, *flags, "--resume")
     assert finished.returncode == 0 and (out / "model" / "model.safetensors").exists(), finished.stderr
     assert (out / "metrics.jsonl").read_text() == before
@@ -383,7 +385,7 @@ def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
 
 @pytest.mark.parametrize("schedule, rates", [("linear", [4, 2, 2, 1]), ("constant", [4, 4, 4, 4])])
 def test_a_run_made_longer_has_the_rates_of_its_new_length(schedule, rates, tmp_path):
-    """Linear over two steps: 4e-4, 2e-4. Over four: 4e-4, 3e-4, 2e-4, 1e-4."""
+    """Linear over two steps: 4e-4, 2e-4. Over four: 4e-4, 3e-4, 2e-4, 1e-4, of which the last two are done here."""
     flags = ["--prompts_per_step", 2, "--group_size", 2, "--max_new_tokens", 4, "--lr", 4e-4, "--lr_schedule", schedule,
              "--output_dir", tmp_path, "--eval_data", few_problems(tmp_path)]
     for more in ["--steps", 2], ["--steps", 4, "--resume"]:
@@ -418,15 +420,17 @@ def test_a_non_finite_update_is_skipped_and_counted(bad, capsys):
     assert torch.equal(model.weight, before) and run.bad_steps["policy"] == 1
     critic(torch.ones(1, 2)).sum().backward()
     run.optimizer_step(critic, torch.optim.AdamW(critic.parameters()), schedule, torch.tensor(0.0))
-    assert run.bad_steps["policy"] == 1  # the critic's good update leaves the policy's count alone
+    assert run.bad_steps["policy"] == 1  # a good update of the critic does not reset the policy's count
     critic(torch.ones(1, 2)).sum().backward()
     run.optimizer_step(critic, torch.optim.AdamW(critic.parameters()), schedule, torch.tensor(bad))
     assert run.bad_steps == {"policy": 1, "value": 1}  # each model has its own count
 
 
 def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp_path, monkeypatch):
-    """DAPO's first steps may find no informative group, and then make no update. AdamW's first update is
-    lr·sign(gradient) = 0.1; it would be 0.074 if saving had counted as a step."""
+    """DAPO makes no update while it finds no informative group, and a checkpoint may be saved meanwhile.
+
+    AdamW's first update is lr·sign(gradient) = 0.1. It would be 0.074 if saving had counted as a step.
+    """
     import dapo
     monkeypatch.setattr(sys, "argv", ["dapo.py"])
 
@@ -450,7 +454,7 @@ def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp
 
 
 def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
-    """AdamW makes no state for it. The image tower of Gemma 3 is such a part."""
+    """AdamW holds no state for such a part. Gemma 3's image tower is one."""
     import grpo
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
 
@@ -482,7 +486,7 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    """The save fails half-way: the last checkpoint is still there, and the message says so."""
+    """If a save fails half-way, the last checkpoint is still there, and the message says so."""
     directory = tmp_path / "run"
     run = FakeRun(None)
     run.directory, run.next_step, run.extra, run.data = directory, 0, {}, common.Shuffled([1], 0)
@@ -509,7 +513,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("script", ["grpo", "ppo", "reward_model"])
 def test_gradient_checkpointing_changes_nothing_and_frozen_layers_stay(script, small, whole_run, tmp_path):
-    """The tiny model has three layers: --freeze_layers 0.4 is the first one."""
+    """The tiny model has three layers, of which --freeze_layers 0.4 freezes the first."""
     for name, flags in (("recomputed", ["--gradient_checkpointing"]), ("frozen", ["--freeze_layers", 0.4])):
         done = run_script(*small(script), "--steps", 1, "--warmup_steps", 0, *flags, "--output_dir", tmp_path / name)
         assert done.returncode == 0, done.stderr
@@ -539,7 +543,7 @@ def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp
 # ---------------------------------------------------------------------------------------------- several processes
 
 def run_in_two_processes(folder, scripts):
-    """Stop each script after step 2 and resume it, all in one job, which imports torch once -> the runs' folder."""
+    """Stop each script after step 2 and resume it -> the folder of the runs. One job runs all, to import torch once."""
     small = small_runs(folder)
     runs = [[*map(str, small(script)), "--output_dir", str(folder / script)] for script in scripts]
     shutil.copytree(common.build_tiny_model("arithmetic"), folder / "tiny")
@@ -582,14 +586,15 @@ common.launch(lambda cfg: None, common.RunConfig)  # exits as a script does
 @beside(run_in_two_processes)
 @pytest.mark.parametrize("script", [*SCRIPTS, LARGE_GROUPS])
 def test_two_processes_give_the_numbers_of_one(script, whole_run, job, monkeypatch):
-    """Sampled tokens included: each row has its own random numbers."""
+    """Sampled tokens are the same too, since each row has its own random numbers."""
     shared, read = [], common.read_prefixes_once
     monkeypatch.setattr(common, "read_prefixes_once", lambda *args: (shared.append(args), read(*args))[1])
     one, two = read_metrics(whole_run(script)), read_metrics(job / script)
     assert [metrics["step"] for metrics in two] == [0, 1, 2, 3]
     for alone, together in zip(one, two):
         for name in together.keys() - TIMING:
-            if name != "pair_accuracy" or abs(alone["margin"]) > 1e-5:  # DPO's first are 0 with a random sign
+            # In DPO's first step all margins are 0, and rounding decides their signs.
+            if name != "pair_accuracy" or abs(alone["margin"]) > 1e-5:
                 assert together[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-5), name
     assert (job / script / "model" / "model.safetensors").exists()
     assert shared or script != LARGE_GROUPS  # the single process did read prefixes once
@@ -597,7 +602,7 @@ def test_two_processes_give_the_numbers_of_one(script, whole_run, job, monkeypat
 
 @pytest.mark.parametrize("script", ["dpo --on_policy", "reward_model"])
 def test_a_rank_that_only_keeps_step_with_the_others_adds_nothing(script, small, whole_run, tmp_path, monkeypatch):
-    """With fewer rows than ranks, `micro_batches` gives a rank some rows that others have too, with T = 0."""
+    """With fewer blocks than ranks, `micro_batches` gives an idle rank rows of another one, with T = 0."""
     deal = common.micro_batches
 
     def with_an_idle_rank(*args):
@@ -613,7 +618,7 @@ def test_a_rank_that_only_keeps_step_with_the_others_adds_nothing(script, small,
 
 
 def test_a_row_has_the_same_random_numbers_in_its_reward_on_any_process(tmp_path, monkeypatch):
-    """So the number of processes changes nothing, and --resume needs no random state of theirs."""
+    """So the number of processes makes no difference, and --resume needs no random state of its own for each."""
     path = write(tmp_path / "reward.py", "import random, numpy, torch\n"
                  "def f(prompt, completion, row):\n"
                  "    return random.random() + numpy.random.rand() + torch.rand(1).item()\n")
@@ -622,7 +627,7 @@ def test_a_row_has_the_same_random_numbers_in_its_reward_on_any_process(tmp_path
     problems, state = [common.Problem("1+1=?", [], "2", {})] * 3, torch.get_rng_state()
     rewards = score(problems, rollout)[0].flatten()
     assert rewards.unique().numel() == 6 and torch.equal(torch.get_rng_state(), state)
-    monkeypatch.setattr(common, "my_share", lambda total: reversed(range(total)))  # judged in another order
+    monkeypatch.setattr(common, "my_share", lambda total: reversed(range(total)))  # score in another order
     assert torch.equal(score(problems, rollout)[0].flatten().flip(0), rewards)
     torch.rand(1)  # as a step's sampling does
     assert not torch.isin(score(problems, rollout)[0], rewards).any()
@@ -646,7 +651,7 @@ def test_an_error_of_one_process_is_said_once_and_ends_all(job):
 
 
 def kill_one_of_them(folder, parts):
-    """Kill one part of a run of two processes -> {"rank" or "torchrun": (number of ranks, torchrun's exit code)}."""
+    """Kill a rank or torchrun itself in a run of two processes -> {part: (number of ranks, torchrun's exit code)}."""
     done = {}
     for killed in parts:
         out = folder / killed
@@ -656,7 +661,7 @@ def kill_one_of_them(folder, parts):
         wait_for((out / "metrics.jsonl").exists, process, process.stderr.read)
         ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
         os.kill(int(ranks[-1]) if killed == "rank" else process.pid, signal.SIGKILL)
-        process.communicate(timeout=90)  # returns when every process has closed stderr
+        process.communicate(timeout=90)  # returns once every process has closed stderr
         done[killed] = len(ranks), process.returncode
     return done
 
@@ -664,6 +669,6 @@ def kill_one_of_them(folder, parts):
 @beside(kill_one_of_them)
 @pytest.mark.parametrize("killed", ["rank", "torchrun"])
 def test_what_is_killed_takes_the_others_with_it(killed, job):
-    """A rank that hung would waste the machine; one that outlived torchrun would write into the resumed run."""
+    """A rank that hangs would waste the machine. One that outlives torchrun would write into the resumed run."""
     ranks, code = job[killed]
     assert ranks == 2 and code not in (0, None)

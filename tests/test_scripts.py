@@ -1,4 +1,4 @@
-"""What the loops of all scripts have in common: the temperature, the log, the evaluation of the last step."""
+"""What the scripts' loops have in common: weights, finite losses, temperature, log, final evaluation."""
 import importlib
 import json
 
@@ -18,7 +18,7 @@ SCRIPTS = [*GROUP_SCRIPTS, "ppo", "dpo", "reward_model"]
 
 
 def small(script, folder, size: int) -> list:
-    """The flags of a run of one step of `size` prompts or pairs."""
+    """Flags for a run of one step, with `size` prompts or pairs."""
     if script in ("dpo", "reward_model"):
         pairs = few_pairs(folder)
         return ["--steps", 1, "--pairs_per_step", size, "--data", pairs, "--eval_data", pairs]
@@ -30,7 +30,7 @@ def small(script, folder, size: int) -> list:
     lambda mask: grpo.token_weights(mask, 3), lambda mask: dr_grpo.token_weights(mask, 3, 4),
     lambda mask: dapo.token_weights(mask, 6), lambda mask: ppo.token_weights(mask, 6)])
 def test_the_weights_of_a_part_are_that_part_of_the_weights(weights):
-    """A rank or micro-batch weighs its rows as the whole step (here 3 completions, 6 tokens) does."""
+    """A rank or micro-batch weights its rows relative to the whole step (here 3 completions, 6 tokens)."""
     mask = torch.arange(4) < torch.tensor([1, 4, 1])[:, None]
     torch.testing.assert_close(torch.cat([weights(mask[:1]), weights(mask[1:])]), weights(mask))
     assert weights(mask).sum() == pytest.approx(0.5 if weights(mask)[0, 0] == 1 / 12 else 1)
@@ -50,7 +50,7 @@ def test_huge_log_ratios_stay_finite(loss, difference, advantage):
 
 @pytest.mark.parametrize("script", ["grpo", "dapo", "dr_grpo", "ppo", "dpo --on_policy"])
 def test_the_rollout_is_drawn_at_the_temperature_of_the_run(script, tmp_path, monkeypatch):
-    """Near 0 it is greedy decoding: all completions of a prompt are those that `greedy=True` gives."""
+    """At a temperature near 0, all completions of a prompt are the greedy one."""
     name, *switches = script.split()
     pairs = ["--pairs_per_step", 4] if switches else ["--prompts_per_step", 4]
     [step] = record_run(monkeypatch, f"{name}.py", tmp_path / "run", *switches, "--steps", 1, *pairs,
@@ -64,11 +64,14 @@ def test_the_rollout_is_drawn_at_the_temperature_of_the_run(script, tmp_path, mo
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_log_is_the_same_for_any_micro_batch_and_ends_with_an_evaluation(script, tmp_path):
-    """Means in the log are over the tokens or pairs of the step, so unequal micro-batches do not show. The last step is
-    evaluated although it is no multiple of --eval_every."""
+    """Logged means are over the step's tokens or pairs, not over micro-batches, which are of unequal size.
+
+    The last step is evaluated although it is no multiple of --eval_every.
+    """
     flags = [*small(script, tmp_path, 5), "--eval_every", 5]
     if script == "dpo":
-        flags += ["--reference_free"]  # against the reference all margins of the first step are 0, their signs rounding
+        # Otherwise all margins of the first step are 0 up to rounding, and accuracy depends on their signs.
+        flags += ["--reference_free"]
     if script not in ("dpo", "reward_model"):
         flags += ["--minibatches", 2, "--temperature", 1.3, "--lr", 1e-3,
                   *["--no_dynamic_sampling"] * (script == "dapo"), *["--group_size", 3] * (script != "ppo")]
@@ -85,8 +88,11 @@ def test_the_log_is_the_same_for_any_micro_batch_and_ends_with_an_evaluation(scr
 
 @pytest.mark.parametrize("script", GROUP_SCRIPTS)
 def test_what_the_log_and_the_samples_say_of_completions(script, tmp_path, monkeypatch):
-    """The metrics are over all sampled completions. With a format reward and an overlong penalty, `accuracy` must not
-    be the share of positive rewards. samples.jsonl has groups of two in full: advantages follow from rewards."""
+    """Metrics are over all sampled completions, and `accuracy` is not the share of positive rewards.
+
+    The two differ because of the format reward and the overlong penalty. samples.jsonl holds two completions of a
+    prompt, here the whole group, so the advantages must follow from the rewards beside them.
+    """
     [step] = record_run(monkeypatch, f"{script}.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 12,
                         "--group_size", 2, "--max_new_tokens", 23, "--format_reward", 0.25,
                         "--micro_batch_tokens", 200, *["--no_dynamic_sampling"] * (script == "dapo"))

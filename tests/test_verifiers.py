@@ -1,4 +1,4 @@
-"""The verifier's table: what counts as the same answer, what does not, and what no text may do to it."""
+"""The verifier by examples: which answers are extracted, which are the same, and texts that try to break it."""
 import threading
 import time
 
@@ -9,8 +9,8 @@ from common import extract_answer, format_reward, is_equivalent
 
 @pytest.mark.parametrize("text, answer", [
     ("<think>2+4=6</think><answer>46</answer>", "46"), ("<answer>1</answer> no: <answer> 2 </answer>", "2"),
-    ("<answer>5</answer><answer>6", "5"),  # the last one is not finished
-    ("<think>2+4=6</think><answer> 46\n", "46"), ("<answer>", None), ("\\boxed{5} <answer>", "5"),  # so none is
+    ("<answer>5</answer><answer>6", "5"),  # the last one is not closed
+    ("<think>2+4=6</think><answer> 46\n", "46"), ("<answer>", None), ("\\boxed{5} <answer>", "5"),  # none is closed
     ("so $\\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}"), ("\\boxed{1} and \\boxed{2", "1"),
     ("\\boxed{\\{1,2\\}}", "\\{1,2\\}"), ("<answer>\\boxed{3}</answer>", "3"), ("\\boxed{4} <answer>5</answer>", "5"),
     ("<answer>4</answer> \\boxed{5}", "5"), ("Then 48+24 = 72.\n#### 72", "72"), ("a #### 5", None), ("####", None),
@@ -69,7 +69,7 @@ SAME = [
     ("2.5\\text{ million}", "2,500,000"), ("5 m", "5"), ("10+5\\sqrt2\\text{ m}", "10+5\\sqrt2"), ("2√3 m", "2\\sqrt3"),
     ("1.5\\times10^{-3} m", "0.0015"), ("\\frac{37m}{4}", "\\frac{37}{4}m"), ("2m+1", "1+2m"),
     ("1,234 apples", "$1,234"), ("\\approx 18", "18"), ("10\\text{ a.m.}", "10 am"),
-    # dressing
+    # markup, and words around the answer
     ("18.", "18"), ("**18**", "18"), ("$\\frac{1}{2}$", "0.5"), ("x = 5", "5"), ("\\text{(A)}", "A"),
     ("\\text{Tuesday}", "tuesday"), ("(C)", "\\text{C}"), ("\\text{B and C}", "C, B"), ("\\text{June 20}", "June 20"),
     ("**18** apples", "18"), ("f(2) = 5", "5"), ("\\textbf{(D)}\\ 8", "8"), ("3+3+2 = 8", "8"), ("*18*", "18"),
@@ -114,23 +114,23 @@ SAME = [
     ("5m^2", "5"), ("5 m/s", "5"), ("9.8 m/s^2", "9.8"), ("5 m^{-2}", "5"), ("3 kg-m", "3"),
     ("5 km", "5 kilometres"), ("5 kg", "5 kilograms"), ("5 m", "5 meters"), ("5 L", "5 liters"),
     ("5 mg", "5 milligrams"),
-    # spellings, and what cannot be read
+    # other spellings, and symbols that are compared as text
     ("6 \\div 4", "3/2"), ("x \\lt 3", "3 \\gt x"), ("x \\neq 2", "2 \\ne x"), ("(1;2)", "(1,2)"), ("∞", "\\infty"),
     ("2⅓", "7/3"), ("1¾", "\\frac74"), ("½+¼", "3/4"), ("⅔", "2/3"), ("\\dbinom{5}{2}", "10"), ("f\\colon 3", "f:3"),
     ("⊢7", "⊢ 7"), ("3 thousand", "3000"), ("2·3", "6"), ("2⋅3", "6"),
     ("€5", "5"), ("£5", "5"), ("3 – 5", "-2"), ("x \\geq 2", "[2,\\infty)"), ("x \\leqslant 2", "(-\\infty,2]"),
     ("\\mathbb{R}", "ℝ"),
-    # what binds how strongly, and each function
+    # precedence, and each function
     ("-2^2", "-4"), ("2^3\\frac12", "4"), ("\\ln e", "1"), ("\\arcsin 1", "\\frac{\\pi}{2}"),
     ("\\arccos 1", "0"), ("\\arctan 1", "\\frac{\\pi}{4}"), ("\\sec x", "\\frac{1}{\\cos x}"),
     ("\\csc x", "\\frac1{\\sin x}"), ("\\cot x", "\\frac{\\cos x}{\\sin x}"),
     ("\\tanh x", "\\frac{\\sinh x}{\\cosh x}"), ("x = y + 1 = 5", "5"), ("(1,2)", "1,2"), ("(E) 5", "5"),
-    # relations in brackets, factorials of letters, short and long units, characters that stand for several
+    # relations in brackets, factorials of letters, short and long units, characters that stand for several others
     ("\\{x=2\\}", "x=2"), ("(x = 5)", "5"), ("S = \\{1,2\\}", "1,2"), ("\\sum_{k=1}^{n} k", "x = \\sum_{k=1}^{n} k"),
     ("\\binom{n+1}{2}", "\\frac{n(n+1)}{2}"), ("\\frac{(n+1)!}{n!}", "n+1"),
     ("5 lbs", "5 pounds"), ("28 pct", "28 percent"), ("5 apples", "5 apples left"),
     ("60 mph", "60 miles/hour"), ("5 m/s", "5 meters per second"), ("⅛", "1/8"), ("10²³", "10^{23}"),
-    # short units stand after a number and a space; other letters make a formula
+    # a short unit follows a number and a space; other letters belong to a formula
     ("477 N", "477"), ("18...", "18"), ("2.5 s", "2.5"), ("13.6 eV", "13.6"), ("3 A", "3"),
     ("5\\,\\mathrm{N}", "5 newtons"),
     ("2 h", "2 hr"), ("25^\\circ\\text{C}", "25"), ("98.6 °F", "98.6"), ("9.8 m s^{-2}", "9.8"), ("2s+1", "1 + 2 s"),
@@ -157,9 +157,9 @@ SAME = [
     ("n2^{n-1}", "n\\cdot 2^{n-1}"), ("(n-1)2^n+1", "1+(n-1)2^n"), ("2^{3}3^{2}", "72"),
     ("\\frac{1}{2}3^n", "\\frac{3^n}{2}"), ("2|x|+1", "1+2|x|"), ("\\ln|x|", "\\ln(|x|)"),
     ("⌊2n/3⌋", "\\left\\lfloor\\frac{2n}{3}\\right\\rfloor"),
-    # letters of a choice
+    # multiple choice
     ("(D) Ellipse", "\\text{(D)}"), ("\\textbf{(A)}\\ 45", "A"), ("A) 45", "A"), ("A. 45", "(A)"), ("option A", "A"),
-    # characters
+    # Unicode characters
     ("(1+i√3)/2", "\\frac{1+i\\sqrt3}{2}"), ("√13/2", "\\frac{\\sqrt{13}}{2}"), ("√x", "\\sqrt{x}"), ("₹45", "45"),
     ("x₁", "x_1"),
     ("θ = π/3", "\\theta=\\frac{\\pi}{3}"), ("α+β", "\\alpha+\\beta"), ("\\varepsilon", "\\epsilon"), ("\"45\"", "45"),
@@ -168,7 +168,8 @@ SAME = [
     ("(0,\\pm 3)", "(0,3),(0,-3)"), ("\\{(1,2)\\}", "(1,2)"), ("x\\in\\mathbb{R}", "(-\\infty,\\infty)"),
     ("all real numbers", "\\mathbb{R}"), ("\\text{All real numbers}", "\\mathbb{R}"),
     ("(-inf,2) U (3,\\infty)", "(-\\infty,2)\\cup(3,\\infty)"),
-    ("1 \\pm \\sqrt{19}.", "1+\\sqrt{19}, 1-\\sqrt{19}"), ("\\frac{\\sqrt{3}}3", "\\frac{1}{\\sqrt3}"), ("\\log_23", "\\log_2 3"),
+    ("1 \\pm \\sqrt{19}.", "1+\\sqrt{19}, 1-\\sqrt{19}"), ("\\frac{\\sqrt{3}}3", "\\frac{1}{\\sqrt3}"),
+    ("\\log_23", "\\log_2 3"),
     ("\\textbf{(B)}\\ 1,234", "1234"), ("\\sqrt13", "\\sqrt{13}"), ("\\sqrt[3]{-8}", "-2"), ("(-8)^{2/3}", "4"),
     ("|x-1|", "\\left|1-x\\right|"), ("|-5|", "5"), ("\\lfloor 7/2 \\rfloor", "3"), ("\\lceil -7/2 \\rceil", "-3"),
     ("\\begin{cases} x=5 \\\\ y=2 \\end{cases}", "x=5,y=2"), ("x\\neq 2", "(-\\infty,2)\\cup(2,\\infty)")]
@@ -220,7 +221,7 @@ def test_the_same_answer_written_another_way(a, b):
     ("2\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
     ("1 \\text{ for all } x, 2", "1"), ("\\text{for all } x", "\\text{for all } y"),
     ("\\text{ratio: } 3:2", "2"), ("\\text{Area: } 12", "21"), ("5 mi", "5 min"), ("5 mi", "5 minutes"),
-    # names are neither large nor small: what stands beside them is compared to the last digit
+    # what stands beside a name is compared to the last digit
     ("a_n=2^n", "a_n=2^{n-1}"), ("z_1=1+i", "z_1=1-i"), ("R_1=\\frac{\\pi}{2}", "R_1=\\frac{\\pi}{3}"),
     ("t_{1/2}=\\ln 2", "t_{1/2}=\\ln 3"),
     ("y=C_1 e^x+x", "y=C_1e^x-x"), ("x_1+\\sqrt2", "x_1+\\sqrt3"), ("x_1>\\pi", "x_1>e"), ("x=e^{-40}", "x=e^{-50}"),
@@ -230,7 +231,7 @@ def test_the_same_answer_written_another_way(a, b):
     ("\\lfloor n/2 \\rfloor", "\\frac{\\lfloor n \\rfloor}{2}"), ("|x|+|y|", "|x+y|"),
     ("\\lceil 7/2 \\rceil", "3"), ("\\lfloor x_1 \\rfloor", "1"), ("(0,\\pm 3)", "(0,3,-3)"), ("(A) 5, (B) 6", "A"),
     ("A: 5, B: 6", "A"), ("(B) 45", "A"), ("x\\ne 2", "(-\\infty,3)\\cup(3,\\infty)"),
-    ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # units: no search among the ways to abbreviate
+    ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # long units are compared in linear time
 def test_another_answer(a, b):
     assert not is_equivalent(a, b) and not is_equivalent(b, a)
 
@@ -254,7 +255,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_no_text_raises_or_takes_long(text):
-    """Bounded work, in any thread. The limit is 50 ms; half a second here, since test machines stall."""
+    """Every call takes bounded time, in any thread. It should be 50 ms; half a second allows for slow test machines."""
     def all_of_them():
         for call in (lambda: extract_answer(text), lambda: is_equivalent(text, "5"), lambda: is_equivalent("5", text),
                      lambda: is_equivalent(text[:400], text[:399] + "1"), lambda: format_reward(text)):
