@@ -1047,7 +1047,10 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     temperature = 0 if greedy else temperature
     prompts = [prompts] if isinstance(prompts, str) else prompts
-    prompts = [encode(tokenizer, [(p, False)])[0] if isinstance(p, str) else [int(i) for i in p] for p in prompts]
+    if isinstance(prompts[0], str):
+        prompts = encode(tokenizer, [(prompt, False) for prompt in prompts])
+    else:
+        prompts = [[int(token) for token in prompt] for prompt in prompts]
     if len(set(gather_in_order([zlib.crc32(repr(prompts).encode())]))) > 1:  # a checksum is enough
         raise ValueError("sample is collective: every rank must pass the same prompts")
     if not all(prompts):
