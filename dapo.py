@@ -177,7 +177,7 @@ def main(cfg: Config) -> None:
             weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T], 0 outside the minibatch
             if cfg.loss_average == "token":
                 weights[minibatch] = token_weights(loss_mask[minibatch], int(loss_mask[minibatch].sum()))
-            else:  # computed over the whole step, as minibatches may split a group, then scaled up to one minibatch
+            else:  # over the whole step, as minibatches may split a group, scaled up; rows of others are not read
                 unit_of = order // cfg.group_size if cfg.loss_average == "prompt" else order
                 weights[order] = unit_token_weights(loss_mask[order], unit_of) * len(order) / len(minibatch)
             total_loss = torch.zeros((), device=run.device)
