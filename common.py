@@ -351,7 +351,7 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
         for key, value in text_config.to_dict().items():
             if "drop" in key and isinstance(value, float):
                 setattr(text_config, key, 0.0)
-        dtype = torch.bfloat16 if device.type == "cuda" and not trainable else torch.float32
+        dtype = torch.float32 if trainable else compute_dtype(device)
         with torch.random.fork_rng(devices=[]):  # a new head draws random numbers, but on rank 0 alone
             if rank() == 0:
                 model, report = cls.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True,
@@ -415,23 +415,26 @@ def decoder_layers(model) -> torch.nn.ModuleList:
     return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
 
 
+def compute_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def shard(model, device: torch.device):
     """FSDP2: each rank keeps a share of every parameter, and gathers one layer at a time to compute with it.
 
     On CUDA the gathered copy is bfloat16, while shard, gradient and optimizer state stay float32. This is also how a
     single GPU gets its mixed precision. Gradients are summed over ranks, not averaged, since token weights are global.
     """
-    frozen = not any(parameter.requires_grad for parameter in model.parameters())
-    if world_size() == 1 and (device.type == "cpu" or frozen):  # on a CPU, FSDP would take 15% more time for nothing
+    frozen, dtype = not any(parameter.requires_grad for parameter in model.parameters()), compute_dtype(device)
+    if world_size() == 1 and (frozen or dtype == torch.float32):  # there FSDP would take 15% more time for nothing
         return model.to(device)
     weights = model.state_dict() if rank() == 0 and world_size() > 1 else {}
-    compute_dtype = torch.bfloat16 if device.type == "cuda" else None  # None: that of the shard
     layers = decoder_layers(model)
     # The root takes the parameters of layers that share some (Zamba): a parameter can be in one FSDP module only.
     uses = collections.Counter(id(parameter) for layer in layers for parameter in layer.parameters())
     own = [layer for layer in layers if all(uses[id(parameter)] == 1 for parameter in layer.parameters())]
     # Inputs keep the dtype that the model gave them (rotary angles: float32), as they would without FSDP.
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in [*own, model]:
         fully_shard(module, mp_policy=precision,
                     reshard_after_forward=frozen or module is not model)  # a backward pass needs the root's first

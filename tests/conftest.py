@@ -57,3 +57,23 @@ def jobs(request, builder, tmp_path_factory):
 def job(request, jobs):
     """Wait for the test's own job (see `beside`), and return its result."""
     return jobs[request.function.job].result()
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """Let a CPU do what one GPU does: FSDP2 in a single process, bfloat16, and `use_graph_steps`, whose list it is."""
+    import common
+    import helpers
+    import torch
+    import torch.distributed as dist
+    set_up = common.setup_device
+
+    def setup_device():
+        if not dist.is_initialized():  # the end of a run destroys the process group
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return set_up()
+    monkeypatch.setattr(common, "setup_device", setup_device)
+    monkeypatch.setattr(common, "compute_dtype", lambda device: torch.bfloat16)
+    yield helpers.use_graph_steps(monkeypatch)
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -132,6 +132,29 @@ def few_pairs(folder) -> Path:
     return path
 
 
+def use_graph_steps(monkeypatch) -> list:
+    """Let a CPU decode with GraphStep, which there captures nothing. Returns a list that gets the (rows, width) of
+    each."""
+    steps, new_step, new_layer = [], common.GraphStep.__init__, common.RoomyLayer.__init__
+
+    def noted(self, *args):
+        new_step(self, *args)
+        steps.append((len(self.ids), self.width))
+
+    def zeroed(self, *args):  # as on CUDA: columns to come are read, with weight 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty", torch.zeros)
+            new_layer(self, *args)
+    monkeypatch.setattr(common.GraphStep, "__init__", noted)
+    monkeypatch.setattr(common.RoomyLayer, "__init__", zeroed)
+    monkeypatch.setattr(common, "LEAST_COLUMNS", 64)  # lower limits, because the tests' rows are short and few
+    monkeypatch.setattr(common, "LEAST_ROWS", 4)
+    monkeypatch.setattr(common, "can_use_graph", lambda model, cache: (
+        model.config._attn_implementation == "sdpa"
+        and all(isinstance(layer, common.RoomyLayer) for layer in cache.layers)))
+    return steps
+
+
 class FakeRun(common.Run):
     """A Run without an output directory, to test single methods."""
 

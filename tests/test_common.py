@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import common
-from helpers import random_model
+from helpers import random_model, use_graph_steps
 
 ARCHITECTURES = ["Qwen2", "Llama", "Gemma2", "GPT2", "Mistral", "Cohere", "Granite", "Phi", "GPTNeoX", "Qwen3",
                  "Qwen3_5Text"]
@@ -259,6 +259,34 @@ def test_a_prefix_is_read_once_for_all_rows_that_share_it(architecture, can_shar
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("compute", [common.token_logprobs, common.token_values, common.sequence_scores])
+def test_one_gpu_also_reads_a_prefix_once(compute, one_gpu, monkeypatch, tmp_path):
+    """There every layer is an FSDP module. Each must gather its weights for both of its backward passes.
+
+    The gradients are those of the same model without FSDP, in float32, up to the rounding of bfloat16.
+    """
+    monkeypatch.setattr(common, "SHARED_TOKENS", 1)
+    plain, _ = random_model("Qwen2")
+    cls = common.AutoModelForCausalLM
+    if compute is not common.token_logprobs:
+        plain.config.num_labels, cls = 1, common.AutoModelForSequenceClassification
+        plain = cls.from_config(plain.config).eval()
+    plain.save_pretrained(tmp_path)
+    sharded = common.load_model(str(tmp_path), common.setup_device(), cls=cls)
+    input_ids, attention_mask, mask = common.collate([[5, 6, 7, 8, 9]] * 6, [[9, i] for i in range(10, 16)], 0)
+    assert common.can_share_prefixes(sharded) and common.prefix_to_share(input_ids) == 6
+    T = () if compute is common.sequence_scores else (mask.shape[1],)
+    gradients = []
+    for model in (plain, sharded):
+        for _ in range(2):  # two micro-batches
+            values = compute(model, input_ids, attention_mask, *T)
+            (values[0] if isinstance(values, tuple) else values).sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for expected, ours in zip(*gradients):
+        assert isinstance(ours, DTensor)
+        assert (ours.full_tensor() - expected).norm() < 0.2 * expected.norm() + 1e-3
+
+
 @pytest.mark.parametrize("architecture, changes", [
     ("Qwen2", {}), ("Qwen3Moe", dict(num_experts=8, num_experts_per_tok=4, moe_intermediate_size=32))])
 def test_the_gradient_is_the_same_each_time_to_the_last_bit(architecture, changes):
@@ -450,23 +478,16 @@ def test_without_a_pad_token_eos_pads():
 def test_the_step_that_cuda_captures_samples_the_same(architecture, monkeypatch):
     """GraphStep, which captures nothing on a CPU. Rows end and leave, the width grows, and prompts are padded."""
     model, tokenizer = random_model(architecture)
-    steps, on_cuda = [], common.GraphStep.__call__
-    monkeypatch.setattr(common.GraphStep, "__call__", lambda self, *a: (steps.append(self), on_cuda(self, *a))[1])
 
     def draw(temperature):
         torch.manual_seed(5)
         return common.sample(model, tokenizer, PROMPTS, 8, 90, temperature).input_ids
     expected = [draw(temperature) for temperature in (0, 1.3)]
-    assert not steps
-    monkeypatch.setattr(common, "LEAST_COLUMNS", 64)  # lower limits, because these rows are short and few
-    monkeypatch.setattr(common, "LEAST_ROWS", 4)
-    monkeypatch.setattr(torch, "empty", torch.zeros)  # as on CUDA: later columns are read, with weight 0
-    monkeypatch.setattr(common, "can_use_graph", lambda model, cache: (
-        model.config._attn_implementation == "sdpa"
-        and all(isinstance(layer, common.RoomyLayer) for layer in cache.layers)))
+    steps = use_graph_steps(monkeypatch)
     assert all(torch.equal(draw(temperature), ids) for temperature, ids in zip((0, 1.3), expected))
     if architecture not in ("Mistral", "Gemma2"):  # their sliding windows rule GraphStep out
-        assert len({step.width for step in steps}) > 1 and len({len(step.ids) for step in steps}) > 1
+        rows, widths = map(set, zip(*steps))
+        assert len(rows) > 1 and len(widths) > 1
 
 
 def test_a_gathered_model_runs_without_hooks_which_then_come_back():

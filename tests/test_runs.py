@@ -540,6 +540,27 @@ def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp
     assert list((tmp_path / "run" / "checkpoint").glob("step-*/.metadata"))
 
 
+# --------------------------------------------------------------------------------------- one GPU, played by a CPU
+
+@pytest.mark.parametrize("script", ["grpo", "ppo", "dpo", "reward_model"])
+def test_a_run_as_on_one_gpu_agrees_with_float32_and_resumes(script, small, whole_run, tmp_path, request):
+    """FSDP2 in a single process, bfloat16 and GraphStep; only the kernels are a CPU's (test_cuda.py: those of a GPU).
+
+    Bfloat16 has 8 bits. So the first step agrees up to a few percent, or a bit more where a sampled token differs.
+    """
+    expected, _ = outcome(whole_run(script))
+    graph_steps = request.getfixturevalue("one_gpu")
+    for name, *flags in (["whole"], ["resumed", "--steps", 2], ["resumed", "--resume"]):
+        done = run_script(*small(script), *flags, "--output_dir", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+    assert_same_outcome(tmp_path / "whole", tmp_path / "resumed")
+    metrics, weights = outcome(tmp_path / "whole")
+    for step in (0, 1):
+        assert metrics[step] == pytest.approx(expected[step], rel=0.3, abs=0.15)
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert bool(graph_steps) == (script in ("grpo", "ppo"))  # the others sample nothing
+
+
 # ---------------------------------------------------------------------------------------------- several processes
 
 def run_in_two_processes(folder, scripts):
