@@ -1350,7 +1350,9 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
 #   SlicedLogprobs       memory: of the logits only some columns exist at a time
 
 HEAD_SLICE = {"cpu": 2 ** 21, "cuda": 2 ** 27}  # logits (tokens × vocabulary) at a time: 8 MB, 512 MB in float32
-SHARED_TOKENS = 400  # a prefix is read once if that saves more tokens than this, and a fifth: the extra pass costs too
+# A prefix is read once if that saves more tokens than this, and a fifth: the extra pass costs as much. (On CUDA, where
+# it also gathers the weights and reduces the gradients once more, that is an estimate for 1.5B parameters.)
+SHARED_TOKENS = {"cpu": 400, "cuda": 4000}
 
 
 def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int, temperature: float = 1.0):
@@ -1429,7 +1431,7 @@ def prefix_to_share(ids) -> int:
     differs = (rows[1:] != rows[:-1]).cumsum(1) > 0  # from the row above, in this column or before
     distinct = 1 + differs.sum(0)[:-1]  # prefixes of 1, 2, … columns
     saved = (len(ids) - distinct) * torch.arange(1, ids.shape[1])  # tokens
-    if len(saved) == 0 or saved.max() <= max(ids.numel() / 5, SHARED_TOKENS):
+    if len(saved) == 0 or saved.max() <= max(ids.numel() / 5, SHARED_TOKENS[ids.device.type]):
         return 0
     return int(saved.argmax()) + 1
 

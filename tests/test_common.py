@@ -237,7 +237,7 @@ def test_a_prefix_is_read_once_for_all_rows_that_share_it(architecture, can_shar
     With prefixes of three columns, two of which are distinct, three rows save 3 tokens each. With five columns, three
     are distinct, and two rows save 5 each. With seven columns, three are distinct, and two rows save 7 each: the best.
     """
-    monkeypatch.setattr(common, "SHARED_TOKENS", 1)
+    monkeypatch.setitem(common.SHARED_TOKENS, "cpu", 1)
     model, tokenizer = random_model(architecture)
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
     completions = [[9, 9, 3, 4, 5, 6, 7], [9, 9, 4, 5, 6], [9, 9, 5, 6, 7, 8], [3, 4, 5, 6, 7, 8, 9, 10], [4, 5, 6]]
@@ -265,7 +265,7 @@ def test_one_gpu_also_reads_a_prefix_once(compute, one_gpu, monkeypatch, tmp_pat
 
     The gradients are those of the same model without FSDP, in float32, up to the rounding of bfloat16.
     """
-    monkeypatch.setattr(common, "SHARED_TOKENS", 1)
+    monkeypatch.setitem(common.SHARED_TOKENS, "cpu", 1)
     plain, _ = random_model("Qwen2")
     cls = common.AutoModelForCausalLM
     if compute is not common.token_logprobs:
@@ -316,9 +316,9 @@ def test_sharing_has_to_save_enough(monkeypatch):
     """Eight rows of ten columns share the first n. Reading these once saves 7 n of 80 tokens."""
     def share(n):
         return common.prefix_to_share(torch.tensor([[5] * n + [i] * (10 - n) for i in range(8)]))
-    monkeypatch.setattr(common, "SHARED_TOKENS", 1)
+    monkeypatch.setitem(common.SHARED_TOKENS, "cpu", 1)
     assert [share(n) for n in (0, 2, 3, 9)] == [0, 0, 3, 9]  # 14 tokens are less than a fifth, 21 are more
-    monkeypatch.setattr(common, "SHARED_TOKENS", 50)
+    monkeypatch.setitem(common.SHARED_TOKENS, "cpu", 50)
     assert [share(n) for n in (7, 8)] == [0, 8]  # 49 and 56
     assert common.prefix_to_share(torch.tensor([[5] * 10] * 8)) == 9  # at least one column is left for each row
     assert common.prefix_to_share(torch.tensor([[5]])) == 0
@@ -346,7 +346,7 @@ def test_every_rank_gets_the_same_number_of_micro_batches(ranks, blocks):
 
 
 def test_recomputed_activations_share_nothing(monkeypatch):
-    monkeypatch.setattr(common, "SHARED_TOKENS", 1)
+    monkeypatch.setitem(common.SHARED_TOKENS, "cpu", 1)
     model, _ = random_model("Qwen2")
     ids, mask, completion = common.collate([[5, 6, 7, 8, 9, 10, 11, 12]] * 8, [[7, i] for i in range(8)], 0)
     expected = common.token_logprobs(model, ids, mask, completion.shape[1])[0]
@@ -357,7 +357,7 @@ def test_recomputed_activations_share_nothing(monkeypatch):
 
 
 def test_several_ranks_share_nothing(monkeypatch):
-    monkeypatch.setattr(common, "SHARED_TOKENS", 1)
+    monkeypatch.setitem(common.SHARED_TOKENS, "cpu", 1)
     model, _ = random_model("Qwen2")
     assert common.can_share_prefixes(model)
     monkeypatch.setattr(common, "world_size", lambda: 2)
