@@ -10,7 +10,7 @@ import pytest
 if os.environ.get("TEST_CUDA") != "1":  # see test_cuda.py
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all other tests expect a CPU's numbers
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # several small processes run at once: more threads would wait
+os.environ["OMP_NUM_THREADS"] = "1"  # several small processes run at once: more threads would wait
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 pytest.register_assert_rewrite("helpers")
