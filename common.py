@@ -416,6 +416,7 @@ def decoder_layers(model) -> torch.nn.ModuleList:
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
+    """What models compute in. Parameters that train are float32 all the same."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
@@ -1447,6 +1448,8 @@ def read_prefixes_once(model, ids, shared: int):
     prefixes, which = distinct_rows(ids[:, :shared])
     hidden = read(prefixes, positions[:, :shared])
     cache.reorder_cache(which)
+    # Even if no one reads these hidden states, they must keep their gradient (of zeros): FSDP gathers a layer's weights
+    # for a backward pass when its output has a gradient, and the cache needs that pass.
     return torch.cat([hidden.index_select(0, which), read(ids[:, shared:], positions[:, shared:])], 1)
 
 
