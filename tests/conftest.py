@@ -61,7 +61,7 @@ def job(request, jobs):
 
 @pytest.fixture
 def one_gpu(monkeypatch):
-    """Let a CPU do what one GPU does: FSDP2 in a single process, bfloat16, and `use_graph_steps`, whose list it is."""
+    """Let a CPU do what one GPU does: FSDP2 in a single process, bfloat16, and GraphStep (`use_graph_steps`)."""
     import common
     import helpers
     import torch

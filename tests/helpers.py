@@ -133,8 +133,8 @@ def few_pairs(folder) -> Path:
 
 
 def use_graph_steps(monkeypatch) -> list:
-    """Let a CPU decode with GraphStep, which there captures nothing. Returns a list that gets the (rows, width) of
-    each."""
+    """Let a CPU decode with GraphStep, which there captures nothing. Returns a list, to be filled with the rows and the
+    width of each one that is made."""
     steps, new_step, new_layer = [], common.GraphStep.__init__, common.RoomyLayer.__init__
 
     def noted(self, *args):
