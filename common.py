@@ -1617,7 +1617,7 @@ def rollout_values(model, rollout: Rollout, minibatches, max_tokens: int, comput
 
 
 def rollout_logprobs(model, rollout: Rollout, minibatches, max_tokens: int, temperature: float) -> torch.Tensor:
-    """Log-probs [N, T], as `rollout_values`."""
+    """Log-probs [N, T] of the rows of `minibatches`, without gradient; 0 elsewhere, or if model is None."""
     return rollout_values(model, rollout, minibatches, max_tokens, lambda *args: token_logprobs(*args, temperature)[0])
 
 
@@ -1628,7 +1628,7 @@ def all_scores(model, batch, blocks, max_tokens: int) -> torch.Tensor:
     return rollout_values(model, batch, [blocks], max_tokens, compute)[:, 0]
 
 
-MAX_PADDING = 0.08  # of a micro-batch, unless it is below a quarter of --micro_batch_tokens
+MAX_PADDING = 0.08  # the share of padding that ends a micro-batch, once it has a quarter of --micro_batch_tokens
 
 
 def micro_batches(batch, blocks: list, max_tokens: int):

@@ -94,8 +94,8 @@ def token_weights(mask: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Weights [N, T] of the tokens in the loss, from their mask (bool [N, T]); 0 outside the mask.
 
     num_tokens is the number of tokens in the whole optimizer step, over all micro-batches and ranks. Eq. 12 averages
-    over the tokens of each prompt first, then over prompts (see unit_token_weights). The authors' code gives every
-    token of the step the same weight, and so does the default here.
+    over the tokens of each prompt first, then over prompts (see unit_token_weights). The authors' code averaged over
+    the tokens of a micro-batch (verl, pull request 623). The default here averages over those of the whole step.
     """
     return mask / max(num_tokens, 1)  # 1 / Σ|o_j|
 
@@ -177,7 +177,7 @@ def main(cfg: Config) -> None:
             weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T], 0 outside the minibatch
             if cfg.loss_average == "token":
                 weights[minibatch] = token_weights(loss_mask[minibatch], int(loss_mask[minibatch].sum()))
-            else:  # over the whole step, as minibatches may split a group, scaled up; rows of others are not read
+            else:  # the whole step's weights, since minibatches may split a group, scaled up to this minibatch
                 unit_of = order // cfg.group_size if cfg.loss_average == "prompt" else order
                 weights[order] = unit_token_weights(loss_mask[order], unit_of) * len(order) / len(minibatch)
             total_loss = torch.zeros((), device=run.device)

@@ -38,7 +38,7 @@ class Config(common.RunConfig):
     format_reward: float = flag(0.0, "weight of the extra reward for the form <think>…</think><answer>…</answer>")
     normalize_scores: bool = flag(True, "scale a reward model's scores to mean 0, std 1 on the first rollout (Ziegler "
                                         "et al.), so that β, ε_v and --missing_eos_score suit any reward model")
-    missing_eos_score: str = flag("-1", "most that a completion without EOS can score (N+: -1, always); none: no limit")
+    missing_eos_score: str = flag("-1", "most that a completion without EOS can score (N+ makes it -1); none: no limit")
     kl_coef: float = flag(0.2, "β: weight of the KL penalty in the reward; at 0, no reference is loaded (N+: 0.05)")
     kl_target: float = flag(0.0, "adapt β to keep the KL at this many nats per completion (Ziegler: 6); 0: fixed β")
     gamma: float = flag(1.0, "γ: discount (InstructGPT: 1)")
@@ -147,7 +147,7 @@ def value_loss(values, old_values, returns, weights, clip_eps: float):
 def load_value_model(cfg: Config, device, tokenizer):
     """The critic. It starts from the reward model, if --reward names one with the policy's vocabulary, else the policy.
 
-    Its head starts at zero, so that the first advantages are the plain returns, without the noise of a random head. The
+    Its head starts at zero, so that the first advantages are sums of rewards, without the noise of a random head. The
     reward model's own head would not do: it has only read whole completions, and its scores include `reward_shift`.
     """
     name = common.model_name(cfg)
@@ -180,7 +180,7 @@ def adapted_kl_coef(kl_coef: float, kl: float, target: float) -> float:
 
 
 def check(cfg: Config) -> None:
-    """Refuse what the limits on single flags cannot."""
+    """Refuse flags that common.LIMITS cannot."""
     try:
         valid = cfg.missing_eos_score == "none" or math.isfinite(float(cfg.missing_eos_score))
     except ValueError:
