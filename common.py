@@ -2228,11 +2228,14 @@ _HEADING = re.compile(r"""
     ^[ \t]* (?:
       # "**Answer:** 18", or "# Answer" with 18 on a line below, unless a sentence begins there
       (?: \#+[ ]\** | \*\* ) (?: A (?= \**: ) | (?i:(?:final[ ])?answer) (?= \**[ \t]* (?: : | $ ) ) )
-      (?: [\s*:$] | \\\[ | --- )* (?= [^\s*:$\#-] | -[^-] ) (?! [A-Z][\w']*[ ][a-z] )
+      (?: [\s*:$] | \\\[ | --- )* (?= [^\s*:$\#-] | -[^-] )
+      (?! (?! (?: All[ ]real | No | None | [A-H][ ]and )[ ] ) [A-Z][\w']*[ ][a-z] )
     |
-      # "Answer: 18", "A: 18" or "#### 18"; neither "#### Step 1" nor "#### 1. Read the question"
-      (?: A(?:ns)?: | (?i:(?:final[ ])?answer[ ]?:) | \#\#\#\# ) [ \t]* (?: (?: \\\[ | \$\$ ) \s* )?
-      (?! \**(?: Step | Solution | Explanation | Verification | Conclusion | \d+[.):][ ]+[A-Za-z] ) )
+      # "Answer: 18", "A: 18" or "#### 18"; no "#### Step 1", "#### 1. Read the question" or "#### Check:" above more
+      (?: A(?:ns)?: | (?i:(?:final[ ])?answer[ ]?:) | \#\#\#\# (?! [ ]*\**[A-Z][a-z]+(?:[ :][^\n\d]*)? \n\s*\S ) )
+      [ \t]* (?: (?: \\\[ | \$\$ ) \s* )?
+      (?! \**(?: Step | Case | Note | Check | Solution | Explanation | Verification | Conclusion
+               | \d+[.):][ ]+[A-Za-z] ) )
     ) (\**[^\s*].*)""", re.X | re.M)
 _BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|(?P<open>\{)|(?P<close>\})|\\[{}]")
 _BETWEEN_BOXES = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")  # what may stand there beside "and" or a comma
@@ -2297,6 +2300,8 @@ def format_reward(text) -> float:
 _DECIMAL = re.compile(r"-?\d*\.?\d+", re.ASCII)
 # A choice together with what it stands for: (D) 5, D. 5; not (A) B, nor (A) 5, (B) 6
 _OPTION = re.compile(r"[(\[]?([A-E])[)\].:]+ (?!.?[A-E]\W*$)(?!.*[^a-zA-Z][A-E][).:\]])(.+)")
+_SENTENCE = re.compile(r"(?!All )[A-Z][\w']*,? [a-z]+ (?:[^\\^√π=<≤+*(]|(?<=[a-z]{2})\^)*")  # Janet makes 18 every day
+_NUMBER = re.compile(r"(?<![\w.^/:])-?\d+(?:\.\d+)?(?:/\d+)?(?![\w/:^]|\.\d)")
 
 
 def is_equivalent(prediction, answer) -> bool:
@@ -2317,6 +2322,8 @@ def is_equivalent(prediction, answer) -> bool:
     for side, other in ((a, b), (b, a)):
         if option := _OPTION.fullmatch(side):  # (D) 5 agrees with D and with 5
             return option[1] == other.strip("()[]") or _same(_clean(option[2]), other)
+        if _SENTENCE.fullmatch(side) and len(numbers := _NUMBER.findall(side)) == 1:  # a sentence, with its only number
+            return _same(numbers[0], other)
     return False
 
 

@@ -41,6 +41,11 @@ from common import extract_answer, format_reward, is_equivalent
     ("The correct option is (B).", "(B)"), ("The answer is $5! = 120$.", "$5! = 120$"),
     ("The answer is 18! I hope so", "18"),
     ("The answer is 5 sq. ft.", "5 sq. ft"), ("#### Step 1\n2+2=4\n\nThe answer is 4.", "4"), ("Answer : 5", "5"),
+    ("\\boxed{5}\n\n#### Check:\n2+3=5", "5"), ("\\boxed{5}\n\n#### Key idea\nSymmetry.", "5"),
+    ("#### New York", "New York"), ("#### Case 2: b\nThe answer is 4.", "4"),
+    ("#### 18 eggs\n\nQuestion: 3+4", "18 eggs"), ("**Answer:** Janet makes **$18** a day.", "Janet makes $18 a day"),
+    ("# Answer\n\nAll real numbers", "All real numbers"), ("**Final Answer**\n\nA and C", "A and C"),
+    ("# Answer\n\nAdding both gives\n\\boxed{4}", "4"), ("# Answer\n\nA look back:\nThe answer is 4.", "4"),
     ("#### 1. Read it\n\nThe answer is 4.", "4"), ("#### 1.5", "1.5"), ("Ans: 5", "5"), ("<Answer>5</Answer>", "5")])
 def test_the_last_answer_is_extracted(text, answer):
     assert extract_answer(text) == answer
@@ -159,6 +164,9 @@ SAME = [
     ("⌊2n/3⌋", "\\left\\lfloor\\frac{2n}{3}\\right\\rfloor"),
     # multiple choice
     ("(D) Ellipse", "\\text{(D)}"), ("\\textbf{(A)}\\ 45", "A"), ("A) 45", "A"), ("A. 45", "(A)"), ("option A", "A"),
+    # a sentence with a single number
+    ("Janet makes $18 every day at the market.", "18"), ("The total cost is **$1,234.50**", "1234.5"),
+    ("The area is 20 square feet", "20"), ("So she needs 1/2 cup.", "0.5"), ("\\text{The value is } 5", "5"),
     # Unicode characters
     ("(1+i√3)/2", "\\frac{1+i\\sqrt3}{2}"), ("√13/2", "\\frac{\\sqrt{13}}{2}"), ("√x", "\\sqrt{x}"), ("₹45", "45"),
     ("x₁", "x_1"),
@@ -221,6 +229,8 @@ def test_the_same_answer_written_another_way(a, b):
     ("2\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
     ("1 \\text{ for all } x, 2", "1"), ("\\text{for all } x", "\\text{for all } y"),
     ("\\text{ratio: } 3:2", "2"), ("\\text{Area: } 12", "21"), ("5 mi", "5 min"), ("5 mi", "5 minutes"),
+    ("Janet makes 18 from 9 eggs", "18"), ("Janet makes 18 every day", "81"), ("The answer lies near 3.5x", "3.5"),
+    ("All real numbers except 3", "3"), ("The value is x^2 + 3", "3"), ("The ratio is 3:4", "3"),
     # what stands beside a name is compared to the last digit
     ("a_n=2^n", "a_n=2^{n-1}"), ("z_1=1+i", "z_1=1-i"), ("R_1=\\frac{\\pi}{2}", "R_1=\\frac{\\pi}{3}"),
     ("t_{1/2}=\\ln 2", "t_{1/2}=\\ln 3"),
