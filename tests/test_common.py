@@ -988,12 +988,6 @@ def test_the_format_is_that_of_what_the_template_began(template, completion, rew
 
 # ------------------------------------------------------------------------------------------ evaluation, machinery
 
-def test_pass_at_k():
-    """With 1 of 4 samples right, two drawn without replacement both miss it with probability 3/4 · 2/3 = 1/2."""
-    assert common.pass_at_k(4, 1, 2) == 0.5
-    assert common.pass_at_k(4, 0, 4) == 0.0 and common.pass_at_k(4, 1, 4) == 1.0 and common.pass_at_k(5, 5, 1) == 1.0
-
-
 def test_an_evaluation_leaves_the_random_state_as_it_was():
     """So --eval_every and --eval_samples do not change the training."""
     model, tokenizer = random_model("Qwen2")
