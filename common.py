@@ -304,8 +304,6 @@ def on_main_rank_first(work):
 
 def load_tokenizer(name: str, trust_remote_code: bool = False):
     """The tokenizer of a directory or hub id. Where it has no pad token, EOS pads: masks come from positions."""
-    if (name.startswith(("/", ".")) or name.count("/") > 1) and not os.path.isdir(name):  # a hub id has one /
-        raise UserError(f"--model {name}: no such directory")
     with one_line_errors(f"--model {name}: no directory or hub id that has a tokenizer"):
         # For some model types (Qwen2 is one) AutoTokenizer replaces a generic tokenizer.json by the architecture's own
         # tokenizer, which splits text differently. The one that came with the model is right.
