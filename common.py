@@ -818,13 +818,16 @@ class Shuffled:
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.items))
 
 
-def collate(prompts: list[list[int]], completions: list[list[int]], pad_id: int, device="cpu"):
-    """Left-pad prompts, right-pad completions -> input_ids [N, L+T], attention_mask [N, L+T], mask [N, T] (bool)."""
+Batch = collections.namedtuple("Batch", "input_ids attention_mask mask")  # the shapes are those of Rollout
+
+
+def collate(prompts: list[list[int]], completions: list[list[int]], pad_id: int, device="cpu") -> Batch:
+    """Left-pad prompts, right-pad completions: input_ids [N, L+T], attention_mask [N, L+T], mask [N, T] (bool)."""
     L, T = max(map(len, prompts)), max(map(len, completions))
     rows = [[pad_id] * (L - len(p)) + p + c + [pad_id] * (T - len(c)) for p, c in zip(prompts, completions)]
     real = [[0] * (L - len(p)) + [1] * (len(p) + len(c)) + [0] * (T - len(c)) for p, c in zip(prompts, completions)]
     input_ids, attention_mask = (torch.tensor(np.array(x), device=device) for x in (rows, real))  # numpy: faster
-    return input_ids, attention_mask, attention_mask[:, L:].bool()
+    return Batch(input_ids, attention_mask, attention_mask[:, L:].bool())
 
 
 # --------------------------------------------------------------------------------------------- preference data
@@ -959,13 +962,10 @@ def build_tiny_preferences(data: str, split: str) -> Path:
     return path
 
 
-Batch = collections.namedtuple("Batch", "input_ids attention_mask mask")  # what `micro_batches` deals: see Rollout
-
-
 def collate_preferences(preferences: list[Preference], pad_id: int, device):
     """-> (batch, a row for each answer; blocks, the rows of each preference, best first; pairs of rows [pairs, 2])."""
     prompts = [p.prompt_ids for p in preferences for _ in p.answer_ids]
-    batch = Batch(*collate(prompts, [ids for p in preferences for ids in p.answer_ids], pad_id, device))
+    batch = collate(prompts, [ids for p in preferences for ids in p.answer_ids], pad_id, device)
     rows = iter(range(len(prompts)))
     blocks = [[next(rows) for _ in p.answer_ids] for p in preferences]
     pairs = [(block[i], block[j]) for p, block in zip(preferences, blocks) for i, j in p.pairs]
@@ -1767,7 +1767,7 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     completions = [prompt[-1:] + text + [tokenizer.eos_token_id] * finished
                    for prompt, text, finished in zip(prompts, texts, rollout.finished.tolist())]
     prompts = [prompt[:-1] for prompt in prompts]
-    return Batch(*collate(prompts, completions, tokenizer.pad_token_id, rollout.mask.device))
+    return collate(prompts, completions, tokenizer.pad_token_id, rollout.mask.device)
 
 
 def load_reward_function(spec: str):

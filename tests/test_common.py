@@ -173,7 +173,7 @@ def test_micro_batches_deal_every_row_once_and_keep_blocks_together(max_tokens):
 
 def test_long_and_short_rows_do_not_share_a_micro_batch():
     """Eight rows of 25 tokens and eight of 5 would be 40% padding. That is allowed below a quarter of max_tokens."""
-    batch = common.Batch(*common.collate([[i] for i in range(16)], [[7] * n for n in [24, 4] * 8], 0))
+    batch = common.collate([[i] for i in range(16)], [[7] * n for n in [24, 4] * 8], 0)
     dealt = [rows.tolist() for rows, *_ in common.micro_batches(batch, list(range(16)), 500)]
     assert dealt == [list(range(0, 16, 2)), list(range(1, 16, 2))]
     assert len(list(common.micro_batches(batch, list(range(16)), 1600))) == 1
@@ -217,7 +217,7 @@ def test_equal_rows_are_computed_once(compute):
 
 def test_copies_share_a_micro_batch(monkeypatch):
     """Three copies each of two rows of 25 tokens, shuffled. Copies count once, so 25 tokens have room for all three."""
-    batch = common.Batch(*common.collate([[5]] * 3 + [[6]] * 3, [[7] * 24] * 6, 0))
+    batch = common.collate([[5]] * 3 + [[6]] * 3, [[7] * 24] * 6, 0)
     rows = torch.tensor([4, 0, 3, 2, 5, 1])
     dealt = [rows.tolist() for rows, *_ in common.micro_batches(batch, rows, 25)]
     assert dealt == [[0, 1, 2], [3, 4, 5]]
@@ -409,7 +409,7 @@ def test_a_head_with_a_bias():
 
 def test_the_size_of_a_micro_batch_is_that_of_its_tensors():
     """Rows of 10 + 2 and 2 + 10 tokens. Prompts and completions are padded separately, so the two take 2 · 20."""
-    batch = common.Batch(*common.collate([[5] * 10, [5] * 2], [[7] * 2, [7] * 10], 0))
+    batch = common.collate([[5] * 10, [5] * 2], [[7] * 2, [7] * 10], 0)
     for max_tokens, count in ((39, 2), (40, 1)):
         assert len(list(common.micro_batches(batch, [0, 1], max_tokens))) == count
 
