@@ -27,6 +27,7 @@ import ctypes
 import dataclasses
 import datetime
 import difflib
+import fcntl
 import functools
 import gzip
 import hashlib
@@ -57,7 +58,6 @@ from pathlib import Path
 from typing import Literal
 
 import huggingface_hub
-import jinja2
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from tqdm import tqdm
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification,
@@ -340,29 +340,39 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
     mode (`make_optimizer`). Only rank 0 reads the weights; the others receive their shards from it, so that no GPU ever
     holds the whole model in float32. `saved_dtype` is the checkpoint's own dtype, which `save_model` writes.
     """
-    with one_line_errors(f"--model {name}: not a model that transformers can load"):
+    errors = f"--model {name}: not a model that transformers can load"
+    with one_line_errors(errors):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **config_changes)
         if cls is AutoModelForCausalLM and "ForSequenceClassification" in "".join(config.architectures or ()):
             raise UserError(f"--model {name}: a classifier, as reward models are, and not a language model")
         saved_dtype = config.dtype or torch.float32
         text_config = config.get_text_config()  # of a model that also sees, the part that reads text
+        if getattr(text_config, "attn_logit_softcapping", None):  # Gemma 2
+            config._attn_implementation = "eager"  # transformers 5.17 would choose sdpa, which leaves the cap out
         for key, value in text_config.to_dict().items():
             if "drop" in key and isinstance(value, float):
                 setattr(text_config, key, 0.0)
-        dtype = torch.float32 if trainable else compute_dtype(device)
-        with torch.random.fork_rng(devices=[]):  # a new head draws random numbers, but on rank 0 alone
-            if rank() == 0:
-                model, report = cls.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True,
-                                                    trust_remote_code=trust_remote_code, output_loading_info=True)
-                if missing := set(report["missing_keys"]) - ({"score.weight"} if trainable else set()):
-                    raise UserError(f"--model {name}: no weights for {min(missing)}")  # they would stay random
-            else:
-                with torch.device("meta"):
-                    model = cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    dtype, loaded = torch.float32 if trainable else compute_dtype(device), []
+
+    def read_weights():
+        with one_line_errors(errors), torch.random.fork_rng(devices=[]):  # a new head draws random numbers
+            model, report = cls.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True,
+                                                trust_remote_code=trust_remote_code, output_loading_info=True)
+            if missing := set(report["missing_keys"]) - ({"score.weight"} if trainable else set()):
+                raise UserError(f"--model {name}: no weights for {min(missing)}")  # they would stay random
+            loaded.append(model)
+    on_main_rank_first(read_weights)
+    if rank() > 0:
+        with torch.device("meta"):
+            loaded.append(cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code))
+    [model] = loaded
     if cls is AutoModelForSequenceClassification and not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise UserError(f"--model {name}: {type(model).__name__} has no scalar head named score")
     model.saved_dtype = saved_dtype
     model.eval().requires_grad_(trainable)
+    if text_config is not config:  # what only sees gets no gradient, and so needs no moments in the optimizer
+        for parameter in set(model.base_model.parameters()) - set(model.get_decoder().parameters()):
+            parameter.requires_grad_(False)
     return shard(model, device)
 
 
@@ -505,7 +515,7 @@ def write_directory(directory: Path, fill, replace: bool = True) -> None:
         temporary = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
     try:
         for left in (temporary, old):  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
+            remove(left)
         temporary.mkdir(parents=True)
         fill(temporary)
         for file in filter(Path.is_file, temporary.rglob("*")):
@@ -514,7 +524,7 @@ def write_directory(directory: Path, fill, replace: bool = True) -> None:
         if replace and directory.exists():
             os.rename(directory, old)
         os.rename(temporary, directory)
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
     except (OSError, SafetensorError) as error:
         if replace or not directory.exists():  # else another process was first
             raise TrainingFailed(f"cannot write {directory}: {error}") from error
@@ -700,14 +710,14 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
             raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem")
         found = row.get("answer"), row.get("solution"), verl.get("ground_truth") if isinstance(verl, dict) else None
         answer = next((value for value in found if value not in (None, "")), None)
-        if type(answer) in (str, int, float):  # not bool, which is an int to isinstance
+        if isinstance(answer, str) or type(answer) in (int, float) and is_number(answer):  # no bool, which is an int
             answer = extract_answer(answer) or str(answer)
         elif not need_answer:
             answer = None  # the reward function gets the whole row
         elif answer is None:
             raise UserError(f"{place}: no answer under answer or solution, which --reward verifier needs")
         else:
-            raise UserError(f"{place}: the answer must be a string or a number, not {type(answer).__name__}")
+            raise UserError(f"{place}: the answer must be a string or a finite number, not {answer!r:.40}")
         problems.append(Problem(prompt, [], answer, row))
     return problems
 
@@ -761,14 +771,19 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
     if not tokenizer.chat_template:
         return "\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages) + "\n\nAssistant:", False
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False,
-                                             enable_thinking=True), True  # without it some close <think> at once
-    except jinja2.TemplateError as error:
-        if messages[0]["role"] != "system" or len(messages) == 1:
-            raise UserError(f"the chat template refuses a prompt: {error}") from error
-        # Some templates (Gemma's) have no system role: put its text in front of the first message.
-        first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
-        return render_prompt([first, *messages[2:]], tokenizer, "", default="")
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False,
+                                             enable_thinking=True)  # without it some close <think> at once
+        left_out = [m["role"] for m in messages if m["role"] != "assistant" and m["content"].strip()[:20] not in text]
+        if not left_out:
+            return text, True
+        reason = f"it leaves out the message of role {left_out[0]}"
+    except Exception as error:  # templates are programs
+        reason = error
+    if messages[0]["role"] != "system" or len(messages) == 1:
+        raise UserError(f"the chat template refuses a prompt: {reason}")
+    # Some templates (Gemma's) have no system role: put its text in front of the first message.
+    first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
+    return render_prompt([first, *messages[2:]], tokenizer, "", default="")
 
 
 def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT) -> list:
@@ -881,18 +896,28 @@ def read_preference(row: dict) -> Preference | None:
     prompt, answers = row_prompt(row), row.get("responses") or [row.get("chosen"), row.get("rejected")]
     if not isinstance(answers, list) or len(answers) < 2 or not all(map(is_prompt, answers)):
         raise ValueError("want chosen and rejected, or a list of responses: two or more, strings or chat messages")
-    if prompt is None and all(isinstance(answer, list) for answer in answers):
+    conversations = all(isinstance(answer, list) for answer in answers)
+    if prompt is None and conversations:
         prompt = answers[0][:-1]
-        if any(answer[:-1] != prompt for answer in answers):
-            raise ValueError("want a prompt that the conversations share: all but their last turns")
+    if prompt is not None and not is_prompt(prompt):
+        raise ValueError("want a prompt (string or chat messages)")
+    if conversations:  # they may hold turns that the prompt lacks
+        shared = answers[0][:-1]
+        if any(answer[:-1] != shared for answer in answers):
+            raise ValueError("want conversations that share all but their last turns")
+        if any(answer[-1]["role"] in ("user", "system") for answer in answers):
+            raise ValueError("want conversations that end with an answer")
+        known = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+        if shared and not {text.strip() for text in known} <= {message["content"].strip() for message in shared}:
+            raise ValueError("want a prompt that the conversations begin with")
+        if len(shared) > len(known):
+            prompt = shared
     answers = [answer if isinstance(answer, str) else answer[-1]["content"] for answer in answers]
     if prompt is None:  # whole dialogues as text: "Human: hi Assistant: hello" and "Human: hi Assistant: go away"
         shared = re.match(".*[Aa]ssistant:", os.path.commonprefix(answers), re.S)
         if not shared:
             raise ValueError("no prompt, and the answers are not dialogues that share a turn up to 'Assistant:'")
         prompt, answers = shared[0], [answer[shared.end():] for answer in answers]
-    if not is_prompt(prompt):
-        raise ValueError("want a prompt (string or chat messages)")
 
     margin, scores = row.get("margin"), row.get("scores")
     if margin is not None and not is_number(margin):
@@ -1136,9 +1161,10 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     logits = forward(prompt_ids[first:last], mask if padded else None, positions)[rows]  # [n, V]
     cache.reorder_cache(rows)  # one row per completion, no longer per prompt
     room = max_new_tokens + -(L + max_new_tokens) % 8  # CUDA's attention kernels prefer a multiple of 8 columns
-    for i in range(len(cache.layers)):  # layer by layer, so that there are never two whole caches in memory
-        if type(cache.layers[i]) is DynamicLayer:
-            cache.layers[i] = RoomyLayer(cache.layers[i], room)
+    for i, layer in enumerate(cache.layers):  # layer by layer, so that there are never two whole caches in memory
+        window = getattr(layer, "sliding_window", None) or math.inf  # one that no row reaches hides nothing
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and L + room <= window:
+            cache.layers[i] = RoomyLayer(layer, room)
     prompt_length = mask.sum(1)[rows]  # [n]
     mask = F.pad(mask, (0, room), value=1)[rows]  # [n, L+room]
     padded = padded and cache_name == "past_key_values"  # Mamba's state has no columns to mask
@@ -1294,7 +1320,7 @@ def one_token_attention(module, query, key, value, attention_mask, **kwargs):
 
 
 def can_use_graph(model, cache) -> bool:
-    """Only "sdpa" takes GraphStep's 4D boolean mask; caches of sliding windows and the like are no RoomyLayers."""
+    """Only "sdpa" takes GraphStep's 4D boolean mask; full sliding windows and the like are no RoomyLayers."""
     return (model.device.type == "cuda" and not hasattr(model, "no_graph")
             and model.config._attn_implementation == "sdpa"
             and all(isinstance(layer, RoomyLayer) for layer in cache.layers) and takes(model, "position_ids"))
@@ -1348,7 +1374,7 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
 #   hidden_states        left padding, and (`read_prefixes_once`) prefixes that several rows share
 #   SlicedLogprobs       memory: of the logits only some columns exist at a time
 
-HEAD_SLICE = {"cpu": 2 ** 21, "cuda": 2 ** 27}  # logits (tokens × vocabulary) at a time: 8 MB, 512 MB in float32
+HEAD_SLICE = {"cpu": 2 ** 21, "cuda": 2 ** 25}  # logits (tokens × vocabulary) at a time: 8 MB, 128 MB in float32
 # A prefix is read once if that saves more tokens than this, and a fifth: the extra pass costs as much. (On CUDA, where
 # it also gathers the weights and reduces the gradients once more, that is an estimate for 1.5B parameters.)
 SHARED_TOKENS = {"cpu": 400, "cuda": 4000}
@@ -1770,6 +1796,13 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     return collate(prompts, completions, tokenizer.pad_token_id, rollout.mask.device)
 
 
+@contextlib.contextmanager
+def unchanged():
+    """Undo what the code inside may change for the whole process: the working directory, gradients switched off."""
+    with contextlib.chdir("."), torch.enable_grad():
+        yield
+
+
 def load_reward_function(spec: str):
     """FILE.py:FUNCTION -> function(problem, completion) -> float. If it fails, a UserError shows the row and why."""
     path, _, name = spec.rpartition(":")
@@ -1784,8 +1817,11 @@ def load_reward_function(spec: str):
         source = importlib.util.spec_from_file_location(module_name, path)
         module = importlib.util.module_from_spec(source)
         sys.modules[module_name] = module  # so that pickle, and with it multiprocessing, finds what the file defines
-        source.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # user code can raise anything
+        with unchanged():
+            source.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # user code can raise anything: SystemExit, asyncio.CancelledError
         raise UserError(f"--reward {spec}: {path} does not load: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -1793,8 +1829,11 @@ def load_reward_function(spec: str):
 
     def checked(problem: Problem, completion: str) -> float:
         try:
-            reward = function(problem.prompt, completion, copy.deepcopy(problem.row))
-        except (Exception, SystemExit) as error:
+            with unchanged():
+                reward = function(problem.prompt, completion, copy.deepcopy(problem.row))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == source.origin]
             line = f" (line {lines[-1]})" if lines else ""
             raise UserError(f"--reward {spec} raised {type(error).__name__}: {error}{line}, on row "
@@ -1898,6 +1937,8 @@ class Run:
     MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "eval_every", "eval_samples",
                   "max_bad_steps", "micro_batch_tokens", "gradient_checkpointing"}
 
+    lock = None  # the open file by which this process holds its OUTPUT_DIR
+
     def __init__(self, cfg):
         """Check the output directory, join the other ranks, set the seed. Nothing is written before `start`."""
         self.cfg = cfg
@@ -1931,6 +1972,7 @@ class Run:
         held = [name for name in self.WRITES if (directory / name).exists()]
         if held and flags is None:
             raise UserError(f"--output_dir {directory}: holds {held[0]}, but no run that could have written it")
+        begun = self.checkpoints() or set(held) - {"config.json", "checkpoint"}  # else it ended before it could begin
         if cfg.resume:
             if not self.checkpoints():
                 raise UserError(f"--resume: no checkpoint in {directory / 'checkpoint'}")
@@ -1940,31 +1982,28 @@ class Run:
                 if name not in self.MAY_CHANGE and flags.get(name) != value:
                     raise UserError(f"--resume: --{name} was {flags.get(name)!r} and is now {value!r}; "
                                     "that would be a different run")
-        elif held and not cfg.overwrite:
+        elif begun and not cfg.overwrite:
             raise UserError(f"--output_dir {directory}: holds a run already; --resume continues it, --overwrite "
                             "replaces it, another --output_dir leaves it alone")
-        elif held:
+        elif begun:
             for needed in (cfg.model, getattr(cfg, "reward", "")):
                 if os.path.isdir(needed) and Path(needed).resolve().is_relative_to(directory.resolve()):
                     raise UserError(f"--overwrite: {needed} is, or is in, the run that would be replaced")
 
     def write_config(self):
-        """Create OUTPUT_DIR with its config.json. With --overwrite, remove what the earlier run wrote."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        """Write config.json. With --overwrite, remove what the earlier run wrote."""
         if self.cfg.overwrite:
-            for path in [self.directory / name for name in self.WRITES]:
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
+            for name in self.WRITES:
+                remove(self.directory / name)
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         config = {"script": self.script, "flags": vars(self.cfg), "commit": commit or None,
                   "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
                                "transformers": transformers.__version__, "numpy": np.__version__},
                   "processes": world_size(), "threads": torch.get_num_threads(), "device": str(self.device)}
-        with open(self.directory / "config.json", "x") as file:  # "x": of two runs started at once, one fails here
-            file.write(json.dumps(config, indent=2) + "\n")
+        temporary = self.directory / "config.json.tmp"
+        temporary.write_text(json.dumps(config, indent=2) + "\n")
+        os.replace(temporary, self.directory / "config.json")
 
     def start(self, data: Shuffled, **trained) -> None:
         """Create the output directory, or continue from its checkpoint. Call it when all else is loaded and checked.
@@ -1973,7 +2012,9 @@ class Run:
         `data` and `self.extra`.
         """
         self.data, self.trained = data, trained
+        self.catch_signals()
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
+            on_main_rank_first(self.lock_directory)
             if self.cfg.resume:
                 self.load_checkpoint()
                 on_main_rank_first(self.drop_later_lines)
@@ -1983,14 +2024,44 @@ class Run:
         if rank() == 0:
             with one_line_errors(f"--log_to {self.cfg.log_to}: it does not start; --resume continues once it can"):
                 self.log = self.open_logger()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.note_signal)
-        # Processes that a reward function forks must not inherit these handlers: terminate() has to end them. Ctrl-C
-        # reaches every process of the terminal, and must not end them, because the run still finishes its step.
-        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
         self.bar = tqdm(total=self.cfg.steps, initial=max(0, self.next_step - 1), desc=self.script, unit="step",
                         disable=rank() > 0, dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 30)
+
+    def lock_directory(self):
+        """Create OUTPUT_DIR, and refuse it to a second process until this one ends, however it ends."""
+        self.unlock_directory()  # of an earlier run in this process
+        self.directory.mkdir(parents=True, exist_ok=True)
+        Run.lock = os.open(self.directory, os.O_RDONLY)
+        try:
+            fcntl.flock(Run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--output_dir {self.directory}: another run is writing there") from None
+        except OSError:  # a file system without locks
+            pass
+        self.check_directory()  # again: another run may have begun and ended since
+
+    @staticmethod
+    def unlock_directory():
+        if Run.lock is not None:
+            os.close(Run.lock)
+            Run.lock = None
+
+    def catch_signals(self):
+        """Let `note_signal` handle Ctrl-C and SIGTERM."""
+        numbers = signal.SIGINT, signal.SIGTERM
+        for number in numbers:
+            signal.signal(number, self.note_signal)
+
+        # Processes that a reward function forks must not inherit these handlers: terminate() has to end them. Ctrl-C
+        # reaches every process of the terminal, and must not end them, because the run still finishes its step.
+        def in_child():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+            Run.unlock_directory()  # the lock ends with the run, not with the last process that it leaves behind
+        # A signal that came between the fork and `in_child` would be lost, and with it a Pool's wait for its processes.
+        os.register_at_fork(before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, numbers), after_in_child=in_child,
+                            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers))
 
     def open_logger(self):
         """--log_to as a function log(metrics, step); it does nothing for none."""
@@ -2188,6 +2259,14 @@ class Run:
                 temporary = path.with_suffix(".tmp")
                 temporary.write_text("".join(line for line in whole if json.loads(line)["step"] < self.next_step))
                 os.replace(temporary, path)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or directory, if it is there; of a link, not what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def innermost(error: BaseException) -> str:

@@ -393,7 +393,7 @@ def memory(args) -> dict:
     root = total - layers * layer
     one_layer = tokens * (kept_for_backward(args.model, 2) - kept_for_backward(args.model, 1))
     recomputed = one_layer + layers * tokens * hidden * 2  # the layer being recomputed, and every layer's input
-    slices = 4 * 4 * common.HEAD_SLICE["cuda"]  # float32 logits, their log-softmax and its gradients
+    slices = 5 * 4 * common.HEAD_SLICE["cuda"]  # float32 logits, their log-softmax, its gradients, the slice before
     result = {"parameters_b": total / 1e9, "activations": layers * one_layer / 1e9, "recomputed": recomputed / 1e9}
     for script, trained, frozen, samples in (("grpo", 1, 1, True), ("grpo without KL, dapo, dr_grpo", 1, 0, True),
                                              ("ppo", 2, 1, True), ("dpo, reward_model", 1, 0, False)):

@@ -485,9 +485,19 @@ def test_the_step_that_cuda_captures_samples_the_same(architecture, monkeypatch)
     expected = [draw(temperature) for temperature in (0, 1.3)]
     steps = use_graph_steps(monkeypatch)
     assert all(torch.equal(draw(temperature), ids) for temperature, ids in zip((0, 1.3), expected))
-    if architecture not in ("Mistral", "Gemma2"):  # their sliding windows rule GraphStep out
+    if architecture != "Gemma2":  # its attention is not "sdpa"
         rows, widths = map(set, zip(*steps))
         assert len(rows) > 1 and len(widths) > 1
+
+
+@pytest.mark.parametrize("window, graph", [(20, False), (1000, True)])
+def test_a_sliding_window_that_no_row_reaches_hides_nothing(window, graph, monkeypatch):
+    """Greedy decoding equals `generate` either way. Only a window that no row reaches allows GraphStep."""
+    model, tokenizer = random_model("Mistral", sliding_window=window)
+    steps = use_graph_steps(monkeypatch)
+    rollout = common.sample(model, tokenizer, PROMPTS[:1], 1, 40, greedy=True)
+    expected = model.generate(rollout.input_ids[:, :-rollout.mask.shape[1]], max_new_tokens=40, do_sample=False)
+    assert torch.equal(rollout.input_ids, expected) and bool(steps) == graph
 
 
 def test_a_gathered_model_runs_without_hooks_which_then_come_back():
@@ -943,7 +953,7 @@ def test_a_chat_template_is_applied_once_and_bos_is_not_doubled():
     assert common.render_prompt("1+1=?", tokenizer, "none") == ("<eos>1+1=?<eos>", True)
     assert common.render_prompt("1+1=?", tokenizer, "")[0] == f"<eos>{common.SYSTEM_PROMPT}<eos>1+1=?<eos>"
     tokenizer.chat_template = "{{ messages[-1]['content'] }}{% if not enable_thinking %}<think></think>{% endif %}"
-    assert common.render_prompt("1+1=?", tokenizer, "") == ("1+1=?", True)  # like Qwen3's: thinking must be enabled
+    assert common.render_prompt("1+1=?", tokenizer, "none") == ("1+1=?", True)  # like Qwen3's: thinking must be enabled
     refusing = ("{{ raise_exception('no ' + messages[0]['role']) if messages[0]['role'] in MANY "
                 "else messages[0]['content'] }}")
     # Gemma's template refuses system messages: the prompt is put before the first message.

@@ -138,6 +138,19 @@ def test_dropout_is_off_in_the_text_part(tmp_path):
     transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
     policy = common.load_model(str(tmp_path), cpu)
     assert policy.config.get_text_config().attention_dropout == 0
+    # and what reads no text does not train: no gradient would reach it
+    trained = {name.split(".")[1]: parameter.requires_grad for name, parameter in policy.named_parameters()}
+    assert trained == {"language_model": True, "vision_tower": False, "multi_modal_projector": False}
+
+
+def test_gemma_2_attends_with_its_soft_cap(tmp_path):
+    """Eager attention has it. With transformers 5.17, sdpa would be the default and silently go without."""
+    model, _ = random_model("Gemma2", attn_logit_softcapping=0.5)
+    model.save_pretrained(tmp_path)
+    model.set_attn_implementation("eager")
+    ids = torch.arange(3, 9)[None]
+    policy = common.load_model(str(tmp_path), cpu)
+    assert torch.allclose(policy(ids).logits, model(ids).logits, atol=1e-5)
 
 
 def test_a_frozen_reward_model_needs_its_head(tmp_path):
@@ -341,6 +354,23 @@ def test_a_template_without_a_system_role():
     assert common.render_prompt(messages, tokenizer, "0") == ("0\n\n1,2,3,", True)
 
 
+def test_a_template_that_leaves_out_a_message():
+    """A system prompt then goes into the first message. Any other role is a mistake in the data."""
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = ("{% for m in messages %}{% if m['role'] in ('user', 'assistant') %}"
+                               "{{ m['content'] }},{% endif %}{% endfor %}")
+    assert common.render_prompt("1", tokenizer, "0") == ("0\n\n1,", True)
+    with pytest.raises(common.UserError, match="leaves out the message of role human"):
+        common.render_prompt([{"role": "human", "content": "1"}], tokenizer, "none")
+
+
+def test_a_template_that_fails():
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] + 1 }}"
+    with pytest.raises(common.UserError, match="the chat template refuses a prompt: can only concatenate"):
+        common.render_prompt("1", tokenizer, "none")
+
+
 def test_the_system_prompt_stands_before_messages():
     tokenizer = common.tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{% endfor %}"
@@ -391,6 +421,20 @@ def test_the_last_turn_is_the_answer():
     read = common.read_preference({"prompt": [turn], "chosen": [turn, {"role": "assistant", "content": "a"}],
                                    "rejected": [turn, {"role": "assistant", "content": "b"}]})
     assert read.answers == ["a", "b"]
+
+
+def test_a_prompt_beside_conversations_of_several_turns():
+    turns = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))]
+    rest = {"chosen": [*turns, {"role": "assistant", "content": "a"}],
+            "rejected": [*turns, {"role": "assistant", "content": "b"}]}
+    for prompt in ("1", "3", turns[:1], turns):
+        assert common.read_preference({"prompt": prompt, **rest}).prompt == turns
+    with pytest.raises(ValueError, match="want a prompt that the conversations begin with"):
+        common.read_preference({"prompt": "4", **rest})
+    with pytest.raises(ValueError, match="want conversations that end with an answer"):
+        common.read_preference({"prompt": "1", "chosen": turns, "rejected": turns[:2] + [{**turns[2], "content": "4"}]})
+    with pytest.raises(ValueError, match="all but their last turns"):
+        common.read_preference({"prompt": "1", **rest, "rejected": turns[1:] + rest["rejected"][-1:]})
 
 
 def test_a_tie_is_no_preference():

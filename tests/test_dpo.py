@@ -243,10 +243,11 @@ def test_answers_are_cut_where_the_context_ends(capsys):
     ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": float("inf")}, "margin must be a number"),
     ({"chosen": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}],
       "rejected": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}]},
-     "the conversations share"),
+     "want conversations that share"),
     ({"chosen": [{"role": "assistant", "content": "a"}],
       "rejected": [{"role": "assistant", "content": "b"}]},
-     "want a prompt")])
+     "want a prompt"),
+    ({"prompt": [1], "responses": [[{"role": "assistant", "content": text}] for text in "ab"]}, "want a prompt")])
 def test_broken_preference_rows_are_named(tmp_path, row, message):
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}) + "\n" + json.dumps(row))

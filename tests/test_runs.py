@@ -148,7 +148,8 @@ def test_bad_reward_file(fails, tmp_path):
 @pytest.mark.parametrize("body, message", [
     ("raise KeyError('gold')", "raised KeyError: 'gold'"), ("return float('nan')", "returned nan"),
     ("raise SystemExit(0)", "raised SystemExit"), ("return 10 ** 400", "returned 1000"),
-    ("return 1e300", "returned 1e+300"), ("return None", "returned None"), ("return 'good'", "returned 'good'")])
+    ("return 1e300", "returned 1e+300"), ("return None", "returned None"), ("return 'good'", "returned 'good'"),
+    ("raise BaseException('late')", "raised BaseException: late")])
 def test_a_reward_function_that_fails_names_the_row(tmp_path, body, message):
     path = write(tmp_path / "reward.py", f"def f(prompt, completion, row):\n    {body}\n")
     judge = common.load_reward_function(f"{path}:f")
@@ -175,13 +176,25 @@ def test_a_reward_file_is_a_module_whose_parts_can_be_pickled(name, tmp_path):
     assert json.loads("1") == 1
 
 
+def test_what_a_reward_function_changes_for_the_whole_process_is_undone(tmp_path):
+    path = write(tmp_path / "reward.py", "import os, torch\ntorch.set_grad_enabled(False)\n"
+                 "def f(prompt, completion, row):\n    torch.set_grad_enabled(False)\n    os.chdir('/')\n"
+                 "    return 1\n")
+    here = os.getcwd()
+    common.load_reward_function(f"{path}:f")(common.Problem("1+1=?", [], "2", {}), "2")
+    assert torch.is_grad_enabled() and os.getcwd() == here
+
+
 def test_a_process_that_a_reward_function_forks_can_be_ended(tmp_path):
     """`terminate` must end it, since time limits are enforced in this way, but SIGINT must not.
 
-    Ctrl-C sends SIGINT to every process of a terminal. The run then finishes its step, and still needs the reward.
+    Ctrl-C sends SIGINT to every process of a terminal. The run then finishes its step, and still needs the reward. A
+    second process gets SIGTERM as soon as it exists, before Python could tell it what to do with it.
     """
     path = write(tmp_path / "reward.py", """
 import multiprocessing, os, signal, time
+at_once = False
+os.register_at_fork(after_in_child=lambda: at_once and os.kill(os.getpid(), signal.SIGTERM))
 def child(ready):
     os.kill(os.getpid(), signal.SIGINT)
     ready.set()
@@ -194,12 +207,19 @@ def f(prompt, completion, row):
     assert ready.wait(10)
     process.terminate()
     process.join(10)
-    return process.exitcode
+    global at_once
+    at_once = True
+    second = fork.Process(target=time.sleep, args=(60,))
+    second.start()
+    at_once = False
+    second.join(10)
+    second.kill()
+    return process.exitcode + 100 * (second.exitcode or 0)
 """)
     done = run_script("grpo.py", "--reward", f"{path}:f", "--steps", 1, "--prompts_per_step", 1, "--group_size", 2,
                       "--data", few_problems(tmp_path), "--output_dir", tmp_path / "run")
     assert done.returncode == 0 and "stopping" not in done.stderr, done.stderr
-    assert read_metrics(tmp_path / "run")[1]["reward"] == -signal.SIGTERM
+    assert read_metrics(tmp_path / "run")[1]["reward"] == -101 * signal.SIGTERM
 
 
 def test_overwrite_removes_runs_alone_and_never_the_model_that_it_starts_from(fails, tmp_path):
@@ -360,10 +380,6 @@ def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
     assert changed.returncode == 2 and "--group_size was 2 and is now 4" in changed.stderr
     other = run_script("dr_grpo.py", "--steps", 2, *flags, "--resume")
     assert other.returncode == 2 and "of grpo.py, not of dr_grpo.py" in other.stderr
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common.Run, "check_directory", lambda run: None)  # as if two runs had started at once
-        at_once = run_script("grpo.py", "--steps", 1, *flags)
-    assert at_once.returncode == 2 and "File exists" in at_once.stderr and (out / "metrics.jsonl").read_text() == before
     shutil.rmtree(out / "model")  # as if the run was killed just before writing it
     finished = run_script("grpo.py", "--steps", 1, *flags, "--resume")
     assert finished.returncode == 0 and (out / "model" / "model.safetensors").exists(), finished.stderr
@@ -381,6 +397,57 @@ def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
     (out / "metrics.jsonl").write_text("no metrics")
     afresh = run_script("grpo.py", "--steps", 1, *flags, "--overwrite")
     assert afresh.returncode == 0 and (out / "metrics.jsonl").read_text().startswith('{"step": 0')
+
+
+def test_a_directory_takes_one_run_at_a_time(tmp_path):
+    """A run waits in its reward function. Meanwhile no other may begin, continue or replace it; then it goes on."""
+    path = write(tmp_path / "reward.py", f"""
+import pathlib, time
+here, end = pathlib.Path({str(tmp_path)!r}), time.time() + 20
+def f(prompt, completion, row):
+    (here / "waiting").touch()
+    while not (here / "go").exists() and time.time() < end:
+        time.sleep(0.01)
+    return 1
+""")
+    out, errors = tmp_path / "run", tmp_path / "stderr"
+    flags = ["--steps", 1, "--prompts_per_step", 1, "--group_size", 2, "--eval_data", few_problems(tmp_path),
+             "--reward", f"{path}:f", "--output_dir", out]
+    process = fork_script(errors, "grpo.py", *flags)
+    wait_for((tmp_path / "waiting").exists, process, errors.read_text)
+    for more in ["--resume"], ["--overwrite"]:
+        beside = run_script("grpo.py", *flags, *more)
+        assert beside.returncode == 2 and "another run is writing there" in beside.stderr
+    (tmp_path / "go").touch()
+    process.join()
+    assert process.exitcode == 0 and [m["step"] for m in read_metrics(out)] == [0, 1], errors.read_text()
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_is_simply_started_again(tmp_path):
+    """For example on a full disk, which may also leave a part of the checkpoint."""
+    flags = ["--steps", 1, "--prompts_per_step", 1, "--group_size", 2, "--eval_data", few_problems(tmp_path),
+             "--output_dir", tmp_path / "run"]
+    assert run_script("grpo.py", *flags).returncode == 0
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / "run" / name).unlink()
+    shutil.rmtree(tmp_path / "run" / "model")
+    [checkpoint] = (tmp_path / "run" / "checkpoint").iterdir()
+    checkpoint.rename(checkpoint.with_name("unfinished"))
+    again = run_script("grpo.py", *flags)
+    assert again.returncode == 0 and len(read_metrics(tmp_path / "run")) == 2, again.stderr
+
+
+def test_overwrite_removes_a_link_and_not_what_it_points_to(tmp_path):
+    flags = ["--steps", 1, "--prompts_per_step", 1, "--group_size", 2, "--eval_data", few_problems(tmp_path),
+             "--output_dir", tmp_path / "run"]
+    assert run_script("grpo.py", *flags).returncode == 0
+    for name in ("model", "checkpoint"):  # moved to another disk
+        (tmp_path / "run" / name).rename(tmp_path / name)
+        (tmp_path / "run" / name).symlink_to(tmp_path / name)
+    again = run_script("grpo.py", *flags, "--overwrite")
+    assert again.returncode == 0 and (tmp_path / "run" / "model" / "model.safetensors").exists(), again.stderr
+    assert (tmp_path / "model" / "model.safetensors").exists() and list((tmp_path / "checkpoint").glob("step-*"))
+    assert not (tmp_path / "run" / "model.old").is_symlink()
 
 
 @pytest.mark.parametrize("schedule, rates", [("linear", [4, 2, 2, 1]), ("constant", [4, 4, 4, 4])])
