@@ -174,10 +174,12 @@ def launch(main, Config) -> None:
         main(parse_config(Config, sys.argv[1:]))
     except KeyboardInterrupt:  # before `Run.start`, which leaves signals to `Run.note_signal`: nothing to save yet
         sys.exit(130)
-    except (UserError, torch.OutOfMemoryError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            error = TrainingFailed(f"out of GPU memory {memory_advice(error)} (the last checkpoint is intact): "
+    except (UserError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # a GPU's; the CPU's
+            error = TrainingFailed(f"out of memory {memory_advice(error)} (the last checkpoint is intact): "
                                    f"{str(error).splitlines()[0]}")
+        elif not isinstance(error, UserError):
+            raise
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # Most errors reach all ranks, and rank 0 reports them: when it exits, torchrun ends this process. If it is
             # still there after this wait, the error was its own.

@@ -61,6 +61,13 @@ def test_an_error_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == "grpo.py: error: first second"
 
 
+def test_more_than_the_memory_of_the_machine_is_one_line_too(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    with pytest.raises(SystemExit) as stopped:
+        common.launch(lambda cfg: torch.empty(2 ** 60), common.RunConfig)
+    assert stopped.value.code == 1 and "grpo.py: error: out of memory " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("function, advice", [
     ("load_model", "while loading the model"), ("optimizer_step", "in the optimizer step")])
 def test_the_phase_that_ran_out_of_memory(function, advice):

@@ -602,7 +602,7 @@ def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp
     monkeypatch.setattr(importlib.import_module("grpo"), function, scope[function])
     done = run_script("grpo.py", "--prompts_per_step", 2, "--output_dir", tmp_path / "run")
     message, = [line for line in done.stderr.replace("\r", "\n").splitlines() if "error" in line]
-    assert done.returncode == 1 and message.startswith("grpo.py: error: out of GPU memory ")
+    assert done.returncode == 1 and message.startswith("grpo.py: error: out of memory ")
     assert advice in message and "checkpoint is intact" in message
     assert list((tmp_path / "run" / "checkpoint").glob("step-*/.metadata"))
 
