@@ -44,7 +44,9 @@ def load_on_gpu(architecture, folder):
     """(the model on the CPU in float32, the same model as a script loads it on a GPU, its tokenizer)."""
     model, tokenizer = random_model(architecture)
     model.save_pretrained(folder)
-    return model, common.load_model(str(folder), common.setup_device()), tokenizer
+    on_gpu = common.load_model(str(folder), common.setup_device())
+    model.set_attn_implementation(on_gpu.config._attn_implementation)  # Gemma 2: with its soft cap
+    return model, on_gpu, tokenizer
 
 
 @pytest.mark.filterwarnings("error::UserWarning:common")
@@ -68,7 +70,7 @@ def test_logprobs_and_gradients_are_those_of_a_cpu(architecture, tmp_path, monke
         assert (ours - expected).norm() < tolerance * expected.norm()
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "GPT2"])
+@pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "GPT2", "Mistral"])
 def test_captured_steps_sample_what_plain_ones_do(architecture, monkeypatch):
     monkeypatch.setattr(common, "LEAST_COLUMNS", 64)  # lower limits, because these rows are short and few
     monkeypatch.setattr(common, "LEAST_ROWS", 4)
