@@ -526,7 +526,8 @@ def write_directory(directory: Path, fill, replace: bool = True) -> None:
         if replace and directory.exists():
             os.rename(directory, old)
         os.rename(temporary, directory)
-        remove(old)
+        with contextlib.suppress(OSError):  # what is read elsewhere stays, on some file systems
+            remove(old)
     except (OSError, SafetensorError) as error:
         if replace or not directory.exists():  # else another process was first
             raise TrainingFailed(f"cannot write {directory}: {error}") from error
@@ -712,7 +713,7 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
             raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem")
         found = row.get("answer"), row.get("solution"), verl.get("ground_truth") if isinstance(verl, dict) else None
         answer = next((value for value in found if value not in (None, "")), None)
-        if isinstance(answer, str) or type(answer) in (int, float) and is_number(answer):  # no bool, which is an int
+        if type(answer) in (str, int) or type(answer) is float and math.isfinite(answer):  # no bool, which is an int
             answer = extract_answer(answer) or str(answer)
         elif not need_answer:
             answer = None  # the reward function gets the whole row
@@ -775,7 +776,8 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False,
                                              enable_thinking=True)  # without it some close <think> at once
-        left_out = [m["role"] for m in messages if m["role"] != "assistant" and m["content"].strip()[:20] not in text]
+        left_out = [m["role"] for m in messages if m["role"] != "assistant"  # templates shorten the assistant's
+                    and max(re.findall(r"\w+", m["content"]), key=len, default="") not in text]
         if not left_out:
             return text, True
         reason = f"it leaves out the message of role {left_out[0]}"
@@ -903,17 +905,18 @@ def read_preference(row: dict) -> Preference | None:
         prompt = answers[0][:-1]
     if prompt is not None and not is_prompt(prompt):
         raise ValueError("want a prompt (string or chat messages)")
-    if conversations:  # they may hold turns that the prompt lacks
-        shared = answers[0][:-1]
-        if any(answer[:-1] != shared for answer in answers):
+    if conversations:
+        turns = [[(turn["role"], turn["content"].strip()) for turn in answer] for answer in answers]
+        if any(turn[:-1] != turns[0][:-1] for turn in turns):
             raise ValueError("want conversations that share all but their last turns")
-        if any(answer[-1]["role"] in ("user", "system") for answer in answers):
+        if any(turn[-1][0] in ("user", "system") for turn in turns):
             raise ValueError("want conversations that end with an answer")
+        texts = [text for _, text in turns[0][:-1]]
         known = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-        if shared and not {text.strip() for text in known} <= {message["content"].strip() for message in shared}:
-            raise ValueError("want a prompt that the conversations begin with")
-        if len(shared) > len(known):
-            prompt = shared
+        if not all(text in "\n".join(known) for text in texts):  # the conversations have turns that the prompt lacks
+            if not {text.strip() for text in known} <= set(texts):
+                raise ValueError("want a prompt that the conversations begin with")
+            prompt = answers[0][:-1]
     answers = [answer if isinstance(answer, str) else answer[-1]["content"] for answer in answers]
     if prompt is None:  # whole dialogues as text: "Human: hi Assistant: hello" and "Human: hi Assistant: go away"
         shared = re.match(".*[Aa]ssistant:", os.path.commonprefix(answers), re.S)
@@ -1801,8 +1804,13 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
 @contextlib.contextmanager
 def unchanged():
     """Undo what the code inside may change for the whole process: the working directory, gradients switched off."""
-    with contextlib.chdir("."), torch.enable_grad():
-        yield
+    here = os.open(".", os.O_RDONLY)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        os.fchdir(here)
+        os.close(here)
 
 
 def load_reward_function(spec: str):
@@ -2050,20 +2058,24 @@ class Run:
 
     def catch_signals(self):
         """Let `note_signal` handle Ctrl-C and SIGTERM."""
-        numbers = signal.SIGINT, signal.SIGTERM
+        numbers, masks = (signal.SIGINT, signal.SIGTERM), []
         for number in numbers:
             signal.signal(number, self.note_signal)
+
+        def block():  # a signal that came after the fork, but before `in_child`, would be lost
+            masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, numbers))
+
+        def unblock():
+            signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
 
         # Processes that a reward function forks must not inherit these handlers: terminate() has to end them. Ctrl-C
         # reaches every process of the terminal, and must not end them, because the run still finishes its step.
         def in_child():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+            unblock()
             Run.unlock_directory()  # the lock ends with the run, not with the last process that it leaves behind
-        # A signal that came between the fork and `in_child` would be lost, and with it a Pool's wait for its processes.
-        os.register_at_fork(before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, numbers), after_in_child=in_child,
-                            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers))
+        os.register_at_fork(before=block, after_in_child=in_child, after_in_parent=unblock)
 
     def open_logger(self):
         """--log_to as a function log(metrics, step); it does nothing for none."""
@@ -2183,6 +2195,7 @@ class Run:
 
     def close(self) -> None:
         """End the progress bar and W&B's run: with several processes, `leave_together` skips Python's exit handlers."""
+        self.unlock_directory()
         self.bar.close()
         if self.cfg.log_to == "wandb":
             import wandb
@@ -2305,10 +2318,11 @@ _HEADING = re.compile(r"""
       (?: [\s*:$] | \\\[ | --- )* (?= [^\s*:$\#-] | -[^-] )
       (?! (?! (?: All[ ]real | No | None | [A-H][ ]and )[ ] ) [A-Z][\w']*[ ][a-z] )
     |
-      # "Answer: 18", "A: 18" or "#### 18"; no "#### Step 1", "#### 1. Read the question" or "#### Check:" above more
-      (?: A(?:ns)?: | (?i:(?:final[ ])?answer[ ]?:) | \#\#\#\# (?! [ ]*\**[A-Z][a-z]+(?:[ :][^\n\d]*)? \n\s*\S ) )
+      # "Answer: 18", "A: 18" or "#### 18"; no "#### Step 1" or "#### 1. Read it"; with more below, no "#### Key idea"
+      (?: A(?:ns)?: | (?i:(?:final[ ])?answer[ ]?:)
+        | \#\#\#\# (?! [ ]*\**[A-Z][a-z]+ (?: [^\n\d]*:\** | [ ][a-z][^\n\d]* ) \n\s*[^\s<`] ) )
       [ \t]* (?: (?: \\\[ | \$\$ ) \s* )?
-      (?! \**(?: Step | Case | Note | Check | Solution | Explanation | Verification | Conclusion
+      (?! \**(?: (?: Step | Case | Note | Check | Solution | Explanation | Verification | Conclusion )\b
                | \d+[.):][ ]+[A-Za-z] ) )
     ) (\**[^\s*].*)""", re.X | re.M)
 _BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|(?P<open>\{)|(?P<close>\})|\\[{}]")
@@ -2374,7 +2388,10 @@ def format_reward(text) -> float:
 _DECIMAL = re.compile(r"-?\d*\.?\d+", re.ASCII)
 # A choice together with what it stands for: (D) 5, D. 5; not (A) B, nor (A) 5, (B) 6
 _OPTION = re.compile(r"[(\[]?([A-E])[)\].:]+ (?!.?[A-E]\W*$)(?!.*[^a-zA-Z][A-E][).:\]])(.+)")
-_SENTENCE = re.compile(r"(?!All )[A-Z][\w']*,? [a-z]+ (?:[^\\^√π=<≤+*(]|(?<=[a-z]{2})\^)*")  # Janet makes 18 every day
+_SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; nothing that may change the number
+    (?! All[ ] | .*[ ][-/][ ] | .*(?<![\w'])(?: not | minus | negative | than | most | least | half | hundred | dozen
+        | pi | sqrt | log | mod | [b-zB-Z] )\b )  [A-Z][\w']*,?[ ][a-z]+[ ] (?: [\w ',.;:/$-] | (?<=[a-z]{2})\^ )*
+    """, re.X)
 _NUMBER = re.compile(r"(?<![\w.^/:])-?\d+(?:\.\d+)?(?:/\d+)?(?![\w/:^]|\.\d)")
 
 

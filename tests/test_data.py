@@ -367,6 +367,8 @@ def test_a_template_that_leaves_out_a_message():
     tokenizer.chat_template = ("{% for m in messages %}{% if m['role'] in ('user', 'assistant') %}"
                                "{{ m['content'] }},{% endif %}{% endfor %}")
     assert common.render_prompt("1", tokenizer, "0") == ("0\n\n1,", True)
+    tokenizer.chat_template = tokenizer.chat_template.replace("m['content']", "m['content'] | tojson")  # still there
+    assert common.render_prompt("one\ntwo", tokenizer, "none") == ('"one\\ntwo",', True)
     with pytest.raises(common.UserError, match="leaves out the message of role human"):
         common.render_prompt([{"role": "human", "content": "1"}], tokenizer, "none")
 
@@ -436,6 +438,10 @@ def test_a_prompt_beside_conversations_of_several_turns():
             "rejected": [*turns, {"role": "assistant", "content": "b"}]}
     for prompt in ("1", "3", turns[:1], turns):
         assert common.read_preference({"prompt": prompt, **rest}).prompt == turns
+    for prompt in ("<user>1<assistant>2<user>3<assistant>", [{"role": "system", "content": "0"}, *turns]):  # complete
+        assert common.read_preference({"prompt": prompt, **rest}).prompt == prompt
+    spaced = [{**turn, "content": turn["content"] + " ", "id": 7} for turn in rest["rejected"]]
+    assert common.read_preference({"prompt": "1", **rest, "rejected": spaced}).answers == ["a", "b "]
     with pytest.raises(ValueError, match="want a prompt that the conversations begin with"):
         common.read_preference({"prompt": "4", **rest})
     with pytest.raises(ValueError, match="want conversations that end with an answer"):

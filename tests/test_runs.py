@@ -400,7 +400,7 @@ def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
 
 
 def test_a_directory_takes_one_run_at_a_time(tmp_path):
-    """A run waits in its reward function. Meanwhile no other may begin, continue or replace it; then it goes on."""
+    """A run waits in its reward function. Meanwhile no other may continue or replace it; then it goes on."""
     path = write(tmp_path / "reward.py", f"""
 import pathlib, time
 here, end = pathlib.Path({str(tmp_path)!r}), time.time() + 20
@@ -421,6 +421,47 @@ def f(prompt, completion, row):
     (tmp_path / "go").touch()
     process.join()
     assert process.exitcode == 0 and [m["step"] for m in read_metrics(out)] == [0, 1], errors.read_text()
+
+
+def test_a_run_that_has_ended_meanwhile_is_noticed(tmp_path, monkeypatch):
+    """Of two runs started at once, the second may get the directory only when the first has ended."""
+    flags = ["--steps", 1, "--prompts_per_step", 1, "--group_size", 2, "--eval_data", few_problems(tmp_path),
+             "--output_dir", tmp_path / "run"]
+    assert run_script("grpo.py", *flags).returncode == 0
+    check, calls = common.Run.check_directory, []
+    monkeypatch.setattr(common.Run, "check_directory", lambda run: calls.append(run) if not calls else check(run))
+    second = run_script("grpo.py", *flags)
+    assert second.returncode == 2 and "holds a run already" in second.stderr
+
+
+def test_a_forked_process_has_neither_the_lock_nor_blocked_signals(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    run = FakeRun(SimpleNamespace(resume=False, overwrite=False))
+    run.directory = tmp_path / "run"
+    run.lock_directory()
+    run.catch_signals()
+    try:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if common.Run.lock is None and signal.pthread_sigmask(signal.SIG_BLOCK, []) == {15} else 1)
+        assert os.waitpid(child, 0)[1] == 0 and common.Run.lock is not None
+        assert signal.pthread_sigmask(signal.SIG_SETMASK, before) == {signal.SIGTERM}
+    finally:
+        run.unlock_directory()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def test_a_signal_while_the_first_checkpoint_is_written_does_not_break_it(tmp_path, monkeypatch):
+    flags = ["--steps", 1, "--prompts_per_step", 1, "--group_size", 2, "--eval_data", few_problems(tmp_path),
+             "--output_dir", tmp_path / "run"]
+    save, saved = common.dcp.save, []
+    monkeypatch.setattr(common.dcp, "save", lambda *args, **kwargs: (
+        saved or os.kill(os.getpid(), signal.SIGINT), saved.append(save(*args, **kwargs))))
+    assert run_script("grpo.py", *flags).returncode == 130
+    assert run_script("grpo.py", *flags, "--resume").returncode == 0 and len(read_metrics(tmp_path / "run")) == 2
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_is_simply_started_again(tmp_path):
