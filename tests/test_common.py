@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import common
+import grpo
 from helpers import random_model, use_graph_steps
 
 ARCHITECTURES = ["Qwen2", "Llama", "Gemma2", "GPT2", "Mistral", "Cohere", "Granite", "Phi", "GPTNeoX", "Qwen3",
@@ -93,6 +95,25 @@ def test_an_unknown_head_falls_back_to_full_logits_with_one_warning(recwarn):
                                rtol=1e-4, atol=1e-5)
 
 
+def test_hidden_states_of_another_width_than_the_heads():
+    model, _ = random_model("Qwen2")
+    model.get_output_embeddings = lambda: torch.nn.Linear(16, 5)
+    with pytest.warns(UserWarning, match="not a plain head"):
+        assert not common.head_is_sliceable(model)
+
+
+def test_a_head_that_is_off_by_a_little_is_not_sliced():
+    model, _ = random_model("Qwen2")
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * 1.002)
+    with pytest.warns(UserWarning, match="not a plain head"):
+        assert not common.head_is_sliceable(model)
+
+
+def test_dropout_does_not_make_a_plain_head_look_like_another(recwarn):
+    model, _ = random_model("GPT2")
+    assert common.head_is_sliceable(model.train()) and model.training and not recwarn
+
+
 def test_full_logits_are_those_of_each_row_alone_where_padding_would_change_them():
     """RecurrentGemma's convolution reads the padding to the left of a prompt, in spite of the attention mask."""
     model, tokenizer = random_model("RecurrentGemma")
@@ -102,6 +123,16 @@ def test_full_logits_are_those_of_each_row_alone_where_padding_would_change_them
         ids, n = input_ids[row][attention_mask[row].bool()], int(mask[row].sum())
         expected = model(ids[None]).logits[0].log_softmax(-1)[-n - 1:-1].gather(1, ids[-n:, None])[:, 0]
         torch.testing.assert_close(logprobs[row, :n], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_full_logits_in_bfloat16_give_float32():
+    model, _ = random_model("Qwen2")
+    model.head_is_sliceable = False
+    ids = torch.tensor([[5, 6, 7, 8]])
+    logprobs, entropy = common.token_logprobs(model.bfloat16(), ids, torch.ones_like(ids), 2, 0.7)
+    logp = (model(ids).logits[0, 1:3].float() / 0.7).log_softmax(-1)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs[0], logp.gather(1, ids[0, 2:, None])[:, 0])
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Gemma2", "Phi", "Cohere"])  # plain, capped, biased, scaled
@@ -152,6 +183,15 @@ def test_slices_keep_their_digits_where_logits_are_large(offset, spread, used):
     config = random_model("Phi")[0].config
     sliced = run(torch.float32, lambda *inputs: common.SlicedLogprobs.apply(config, targets, 0.5, 10, *inputs))
     torch.testing.assert_close(sliced, run(torch.float64, plain), rtol=1e-5, atol=1e-5)
+
+
+def test_slices_of_a_single_column(monkeypatch):
+    monkeypatch.setitem(common.HEAD_SLICE, "cpu", 1)
+    model, _ = random_model("Qwen2")
+    ids = torch.tensor([[5, 6, 7]])
+    whole = common.token_logprobs(model, ids, torch.ones_like(ids), 2)[0]
+    logp = model(ids).logits[0, :2].log_softmax(-1)
+    torch.testing.assert_close(whole[0], logp.gather(1, ids[0, 1:, None])[:, 0])
 
 
 # ------------------------------------------------------------------------------------------------- micro-batches
@@ -345,6 +385,30 @@ def test_every_rank_gets_the_same_number_of_micro_batches(ranks, blocks):
             logprobs.sum().backward()  # works for T = 0 too
 
 
+def test_no_rank_idles_while_there_are_enough_blocks(monkeypatch):
+    """One micro-batch of five rows becomes four, of 2, 1, 1 and 1 rows."""
+    tokenizer = common.tiny_tokenizer()
+    batch = common.collate([[5]] * 5, [[6, i] for i in range(5)], tokenizer.pad_token_id)
+    monkeypatch.setattr(common, "world_size", lambda: 4)
+    sizes = []
+    for rank in range(4):
+        monkeypatch.setattr(common, "rank", lambda: rank)
+        sizes += [len(rows) * (T > 0) for rows, *_, T in common.micro_batches(batch, list(range(5)), 10_000)]
+    assert sorted(sizes) == [1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 20, 10_000])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_rank_gets_as_many_of_several_micro_batches(ranks, max_tokens, monkeypatch):
+    batch = common.collate([[5]] * 5, [[6, i] for i in range(5)], 0)
+    monkeypatch.setattr(common, "world_size", lambda: ranks)
+    counts = set()
+    for rank in range(ranks):
+        monkeypatch.setattr(common, "rank", lambda: rank)
+        counts.add(len(list(common.micro_batches(batch, list(range(5)), max_tokens))))
+    assert len(counts) == 1
+
+
 def test_recomputed_activations_share_nothing(monkeypatch):
     monkeypatch.setitem(common.SHARED_TOKENS, "cpu", 1)
     model, _ = random_model("Qwen2")
@@ -372,6 +436,12 @@ def test_the_head_of_falcon_h1_is_scaled():
     plain = common.head_logits(model.config, hidden, weight)
     model.config.lm_head_multiplier = 0.5
     torch.testing.assert_close(common.head_logits(model.config, hidden, weight), 0.5 * plain)
+
+
+def test_the_scale_of_the_text_part_counts():
+    """As in a model that also sees, whose config holds that of its text part."""
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(logit_scale=0.25))
+    assert common.head_logits(config, torch.ones(1, 2), torch.ones(3, 2)).tolist() == [[0.5] * 3]
 
 
 def test_both_ways_have_the_temperature():
@@ -433,6 +503,22 @@ def test_greedy_output_is_that_of_generate(architecture, changes):
             assert rollout.input_ids[2 * p + g].tolist() == expected[p].tolist()
 
 
+def test_values_may_be_narrower_than_keys():
+    """DeepSeek-V3: keys of 16 + 8, values of 8."""
+    tokenizer = common.tiny_tokenizer()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.DeepseekV3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, first_k_dense_replace=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, v_head_dim=8, max_position_embeddings=256, pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id)).eval()
+    rollout = common.sample(model, tokenizer, ["12+34=?"], 1, 12, greedy=True)
+    expected = model.generate(torch.tensor([tokenizer.encode("12+34=?")]), max_new_tokens=12, do_sample=False)
+    n = int(rollout.attention_mask.sum())
+    assert rollout.input_ids[0, :n].tolist() == expected[0, :n].tolist()
+
+
 def test_rows_fit_where_they_take_half_of_the_free_memory(monkeypatch):
     """A row with L = 10, T = 6 and G = 4 takes, in numbers of 4 bytes,
 
@@ -463,6 +549,12 @@ def test_the_first_token_of_all_has_no_logprob():
     as_floats, as_numbers = (common.token_logprobs(model, ids, mask, 4)[0]
                              for mask in (torch.ones(2, 5), torch.ones_like(ids)))
     assert torch.equal(as_floats, as_numbers)
+
+
+def test_a_boolean_attention_mask_is_one_too():
+    model, tokenizer = random_model("Qwen2")
+    ids, mask = torch.tensor([[5, 6, 7, 8], [0, 6, 7, 9]]), torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
+    assert all(map(torch.equal, *(common.token_logprobs(model, ids, m, 2) for m in (mask, mask.bool()))))
 
 
 def test_without_a_pad_token_eos_pads():
@@ -549,14 +641,38 @@ def test_sampled_sequences_have_the_models_probability():
         assert abs(len(rows) - N * p) < 5 * math.sqrt(N * p) + 1
 
 
-def test_rare_tokens_keep_their_share():
-    """100,000 tokens of probability 5e-9 make up 5e-4. A float32 sum near 1 has steps of 6e-8 and would lose most."""
-    logits = torch.full((1, 100_001), math.log(5e-9))
-    logits[0, 0] = math.log(1 - 5e-4)
-    uniforms = 1 - 5e-4 * (torch.arange(200, dtype=torch.float64) + 0.5) / 200  # a grid over these tokens
+@pytest.mark.parametrize("share", [5e-4, 5e-6])
+def test_rare_tokens_keep_their_share(share):
+    """Of 100,000 tokens that make up the share together. A float32 sum near 1 has steps of 6e-8: at 5e-4 it would lose
+    most of these tokens, at 5e-6 whole blocks of 512."""
+    logits = torch.full((1, 100_001), math.log(share / 100_000))
+    logits[0, 0] = math.log(1 - share)
+    uniforms = 1 - share * (torch.arange(200, dtype=torch.float64) + 0.5) / 200  # a grid over these tokens
     tokens = common.pick_tokens(logits.expand(200, -1), uniforms, 1.0)
     assert len(tokens.unique()) == 200
     assert common.pick_tokens(logits, torch.zeros(1, dtype=torch.float64), 1.0).item() == 0
+
+
+def test_uniform_numbers_have_more_digits_than_float32(monkeypatch):
+    model, tokenizer = random_model("Qwen2")
+    drawn, pick = [], common.pick_tokens
+    monkeypatch.setattr(common, "pick_tokens", lambda logits, uniforms, temperature:
+                        drawn.append(uniforms) or pick(logits, uniforms, temperature))
+    common.sample(model, tokenizer, "1+1=?", 4, 2)
+    assert (drawn[0] != drawn[0].float()).all()
+
+
+@pytest.mark.parametrize("offset", [-1000.0, 1000.0])
+def test_a_constant_in_all_logits_changes_no_draw(offset):
+    logits, uniforms = torch.tensor([[0.0, 1, 2]] * 3) + offset, torch.tensor([0.05, 0.2, 0.9], dtype=torch.float64)
+    assert common.pick_tokens(logits, uniforms, 1.0).tolist() == [0, 1, 2]  # cumulative: .09, .33, 1
+
+
+def test_a_token_of_one_in_a_billion_can_be_drawn():
+    """Two tokens of probability 1 − 2e-9 and e⁻²⁰ = 2e-9: a uniform number above the first one's draws the second."""
+    logits = torch.tensor([[0.0, -20.0]] * 2)
+    uniforms = torch.tensor([1 - 1e-9, 1 - 4e-9], dtype=torch.float64)
+    assert common.pick_tokens(logits, uniforms, 1.0).tolist() == [1, 0]
 
 
 def test_a_token_of_probability_zero_is_never_drawn():
@@ -1026,6 +1142,25 @@ def test_a_list_of_experts_is_not_taken_for_the_layers():
     model, _ = random_model("Qwen2")
     model.model.layers[0].mlp = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(5))
     assert common.decoder_layers(model) is model.model.layers
+
+
+def test_a_share_of_the_layers_is_rounded_down():
+    """0.9 of two layers is one."""
+    model, _ = random_model("Qwen2")
+    common.make_optimizer(model, grpo.Config(freeze_layers=0.9))
+    frozen = [not any(p.requires_grad for p in layer.parameters()) for layer in model.model.layers]
+    assert frozen == [True, False]
+
+
+def test_weights_do_not_decay():
+    """With a gradient of 0, AdamW leaves a weight as it is."""
+    model, _ = random_model("Qwen2")
+    optimizer, _ = common.make_optimizer(model, grpo.Config(lr=0.1))
+    before = model.lm_head.weight.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.equal(model.lm_head.weight, before)
 
 
 def rollout_of(*texts):

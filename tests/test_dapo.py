@@ -1,4 +1,5 @@
 """DAPO: its four techniques on hand-worked numbers, invariances, the diff to grpo.py, and whole runs."""
+import json
 import math
 import subprocess
 from collections import Counter
@@ -9,8 +10,8 @@ import torch
 import common
 import dapo
 import grpo
-from helpers import (ROOT, assert_metrics, assert_same_weights, begin_with, is_right, load_tiny_model, plain_finished,
-                     plain_logprobs, plain_update, random_model, read_metrics, record_run, run_script)
+from helpers import (ROOT, assert_metrics, assert_same_weights, begin_with, few_problems, is_right, load_tiny_model,
+                     plain_finished, plain_logprobs, plain_update, random_model, read_metrics, record_run, run_script)
 
 
 def test_the_diff_to_grpo_is_the_papers_list_of_changes():
@@ -59,6 +60,11 @@ def test_the_papers_reading_is_a_mean_per_prompt():
     mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0]]).bool()
     weights = dapo.unit_token_weights(mask, torch.tensor([5, 5, 2]))
     torch.testing.assert_close(weights, mask * torch.tensor([[1 / 8], [1 / 8], [1 / 4]]))
+
+
+def test_a_minibatch_without_a_token_in_the_loss():
+    """--overlong_filtering may leave none: weights of 0, not NaN."""
+    assert (dapo.token_weights(torch.zeros(2, 3).bool(), 0) == 0).all()
 
 
 def test_switched_off_the_weights_and_the_loss_are_grpos():
@@ -139,6 +145,16 @@ def test_equation_13_at_its_corners():
     lengths = torch.tensor([0, 79, 80, 81, 90, 99, 100, 120])
     torch.testing.assert_close(dapo.soft_overlong_penalty(lengths, 100, 20),
                                torch.tensor([0, 0, 0, -0.05, -0.5, -0.95, -1, -1]))
+
+
+def test_an_answer_far_from_the_cut_is_not_punished(tmp_path):
+    """No completion has more than 32 of 40 tokens, so rewards are 1 and −1 (eq. 7), even that of the longest. As many
+    groups are kept as were wanted, so nothing is said of missing ones."""
+    done = run_script("dapo.py", "--steps", 1, "--prompts_per_step", 4, "--group_size", 4, "--no_dynamic_sampling",
+                      "--output_dir", tmp_path / "run", "--eval_data", few_problems(tmp_path))
+    assert done.returncode == 0 and "are informative" not in done.stderr, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert {row["reward"] for row in rows} == {-1, 1} and read_metrics(tmp_path / "run")[1]["truncated_fraction"] == 0
 
 
 # ------------------------------------------------------------------------------------------------ dynamic sampling

@@ -380,11 +380,48 @@ def test_a_template_that_fails():
         common.render_prompt("1", tokenizer, "none")
 
 
+def test_a_template_may_shorten_earlier_answers():
+    """As Qwen3's does, which leaves out what they thought."""
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages if m['role'] != 'assistant' %}{{ m['content'] }}{% endfor %}"
+    turns = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))]
+    assert common.render_prompt(turns, tokenizer, "none") == ("13", True)
+
+
+def test_a_system_message_alone_that_the_template_refuses():
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no system') }}"
+    with pytest.raises(common.UserError, match="refuses a prompt: no system"):
+        common.render_prompt([{"role": "system", "content": "1"}], tokenizer, "none")
+
+
+def test_a_template_applied_to_the_data_may_begin_with_a_space():
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    assert common.render_prompt("\n<eos>1", tokenizer, "2") == ("\n<eos>1", False)
+
+
 def test_the_system_prompt_stands_before_messages():
     tokenizer = common.tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{% endfor %}"
     assert common.render_prompt([{"role": "user", "content": "4"}], tokenizer, "2") == ("s2u4", True)
     assert common.render_prompt([{"role": "user", "content": "4"}], tokenizer, "", default="") == ("u4", True)
+
+
+def with_bos():
+    from tokenizers import processors
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.bos_token = "<unk>"
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<unk> $A", special_tokens=[("<unk>", tokenizer.unk_token_id)])
+    return tokenizer
+
+
+def test_a_string_to_sample_from_gets_its_bos():
+    model, _ = random_model("Qwen2")
+    tokenizer = with_bos()
+    rollout = common.sample(model, tokenizer, "1+1=?", 1, 1)
+    assert rollout.input_ids[0, :-1].tolist() == [tokenizer.bos_token_id, *common.tiny_tokenizer().encode("1+1=?")]
 
 
 def test_the_tiny_model_reads_additions_alone():
@@ -479,6 +516,15 @@ def test_an_answer_that_brings_its_eos_gets_no_second_one():
     tokenizer = common.tiny_tokenizer()
     preference = common.Preference("1", [], ["46<eos>", "4"], [], [2.0, 1.0])
     common.encode_preferences([preference], tokenizer, encode_config(), "--data")
+    assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<eos>", "4<eos>"]
+
+
+def test_no_bos_stands_between_prompt_and_answer():
+    tokenizer = with_bos()
+    preference = common.Preference("1", [], ["46", "4"], [], [2.0, 1.0])
+    cfg = SimpleNamespace(model="x", system_prompt="", max_prompt_tokens=99, max_completion_tokens=99)
+    common.encode_preferences([preference], tokenizer, cfg, "--data")
+    assert preference.prompt_ids[0] == tokenizer.bos_token_id
     assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<eos>", "4<eos>"]
 
 

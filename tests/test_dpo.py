@@ -53,6 +53,12 @@ def test_huge_margins_stay_finite(difference):
     assert losses.isfinite().all() and chosen.grad.isfinite().all()
 
 
+def test_metrics_keep_no_graph():
+    assert not common.masked_mean(torch.ones(2, requires_grad=True), torch.ones(2).bool()).requires_grad
+    ones = torch.ones(2, requires_grad=True)
+    assert not any(value.requires_grad for value in dpo.dpo_loss(ones, ones, ones, ones, 0.1)[1].values())
+
+
 @pytest.mark.parametrize("max_tokens", [1, 60, 100_000])
 def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
     """Compared with the definition: each answer of each pair on its own."""
@@ -269,6 +275,26 @@ def test_a_step_without_a_pair_makes_no_update(tmp_path, monkeypatch):
                        "--warmup_steps", 2, "--reward", f"{tmp_path / 'reward.py'}:same")
     found = [(step.updates, step.metrics["ties"], step.metrics["lr"], step.metrics["loss"]) for step in steps]
     assert found == [([], 2, 0, 0)] * 2
+
+
+def test_the_tokens_of_a_step_of_dpo_are_those_read(tmp_path):
+    """Prompt and answer of both: 2 · (5 + 2)."""
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=?", "chosen": "2", "rejected": "3"}\n')
+    done = run_script("dpo.py", "--steps", 1, "--pairs_per_step", 1, "--data", tmp_path / "pairs.jsonl",
+                      "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    step = read_metrics(tmp_path / "run")[1]
+    assert step["tokens_per_second"] * step["seconds"] == pytest.approx(14)
+
+
+def test_problems_without_answers_may_be_judged_by_a_function(tmp_path):
+    (tmp_path / "reward.py").write_text("def f(prompt, completion, row): return len(completion)\n")
+    (tmp_path / "problems.jsonl").write_text('{"prompt": "1+1=?"}\n')
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=?", "chosen": "2", "rejected": "3"}\n')
+    done = run_script("dpo.py", "--steps", 1, "--pairs_per_step", 1, "--data", tmp_path / "pairs.jsonl",
+                      "--eval_problems", tmp_path / "problems.jsonl", "--reward", f"{tmp_path / 'reward.py'}:f",
+                      "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
 
 
 def test_all_pairs_of_a_ranking_are_trained_on(tmp_path, monkeypatch):

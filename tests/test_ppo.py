@@ -2,6 +2,7 @@
 import itertools
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -133,6 +134,13 @@ def test_equal_advantages_are_exactly_zero(value):
     assert (ppo.whiten(torch.full((1, 1), value), torch.zeros(1, 1).bool()) == 0).all()  # no token at all
 
 
+def test_equal_advantages_are_exactly_zero_beside_padding():
+    """Below 0 too, where the padding is larger than they are."""
+    mask = (torch.arange(8) < 6).expand(3, 8)  # the mean of 18 times 0.1 rounds
+    for value in (0.1, -0.1):
+        assert (ppo.whiten(torch.full((3, 8), value), mask) == 0).all()
+
+
 # ------------------------------------------------------------------------------------------------ weights and loss
 
 def test_weights_are_a_mean_over_all_tokens():
@@ -234,6 +242,17 @@ def test_the_kl_controller_by_hand():
     assert ppo.adapted_kl_coef(0.2, 600.0, 6.0) == pytest.approx(0.2 * 1.02)
     assert ppo.adapted_kl_coef(0.2, -5.0, 6.0) == pytest.approx(0.2 * 0.98)
     assert ppo.adapted_kl_coef(0.2, 6.0, 6.0) == 0.2
+
+
+def test_the_kl_controller_gets_nats_per_completion(tmp_path, monkeypatch):
+    """The log has the mean per token: times the mean length, that is the mean per completion."""
+    given, adapt = [], ppo.adapted_kl_coef
+    monkeypatch.setattr(ppo, "adapted_kl_coef", lambda coef, kl, target: given.append(kl) or adapt(coef, kl, target))
+    done = run_script("ppo.py", "--steps", 2, "--prompts_per_step", 8, "--kl_target", 3, "--lr", 1e-3,
+                      "--output_dir", tmp_path / "run", "--eval_data", few_problems(tmp_path))
+    assert done.returncode == 0, done.stderr
+    logged = [m["kl"] * m["completion_length"] for m in read_metrics(tmp_path / "run")[1:]]
+    assert given == pytest.approx(logged, rel=1e-4, abs=1e-6) and abs(given[1]) > 0.05
 
 
 # ------------------------------------------------------------------------------------------------------ the critic
@@ -431,14 +450,29 @@ def test_the_format_reward_keeps_its_weight_beside_normalised_scores(tmp_path):
             out = tmp_path / f"run-{size}-{weight}"
             done = run_script("ppo.py", "--steps", 1, "--prompts_per_step", 16, "--reward", tmp_path / f"rm-{size}",
                               "--output_dir", out, "--eval_data", few_problems(tmp_path), "--format_reward", weight,
-                              "--max_new_tokens", 24, "--missing_eos_score", "none")
+                              "--max_new_tokens", 21, "--missing_eos_score", "none")
             assert done.returncode == 0, done.stderr
             lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
             rewards[size, weight] = torch.tensor([line["reward"] for line in lines])
     formed = torch.tensor([common.format_reward(line["completion"]) for line in lines])
-    assert formed.any()
+    assert formed.any() and not formed.all()
     for size in (1.0, 100.0):
         torch.testing.assert_close(rewards[size, 0.5], rewards[1.0, 0.0] + 0.5 * formed, rtol=1e-3, atol=1e-4)
+
+
+def test_ppo_judges_the_format_of_what_the_template_began(tmp_path, monkeypatch):
+    """The template has written <think> already, so completions begin behind it."""
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}<think>"
+    for part in (load_tiny_model(), tokenizer):
+        part.save_pretrained(tmp_path / "base")
+    judged, format_reward = [], common.format_reward
+    monkeypatch.setattr(common, "format_reward", lambda text: judged.append(text) or format_reward(text))
+    done = run_script("ppo.py", "--model", tmp_path / "base", "--system_prompt", "none", "--steps", 1,
+                      "--prompts_per_step", 4, "--format_reward", 0.5, "--output_dir", tmp_path / "run",
+                      "--data", few_problems(tmp_path), "--lr", 1e-5, "--value_lr", 1e-5)
+    assert done.returncode == 0, done.stderr
+    assert all(re.match("<think>(?!<think>)", text) for text in judged[-4:])  # those of `score` come first
 
 
 def test_equal_scores_have_no_spread(tmp_path, monkeypatch):
@@ -588,6 +622,16 @@ def test_completions_without_eos_get_their_score_and_the_kl_coefficient_survives
 def test_mistakes_are_one_line(tmp_path, flags, word):
     done = run_script("ppo.py", "--output_dir", tmp_path / "run", *flags)
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and word in done.stderr
+
+
+def test_the_samples_of_ppo_have_the_advantage_of_their_first_token(tmp_path):
+    """γ = λ = 1, no KL, a critic of zeros: before whitening, Â of every token is the reward, 1 or 0."""
+    done = run_script("ppo.py", "--steps", 1, "--prompts_per_step", 8, "--kl_coef", 0, "--lam", 1,
+                      "--updates_per_batch", 1, "--output_dir", tmp_path / "run", "--eval_data", few_problems(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert {row["reward"] for row in rows} == {0, 1}
+    assert all((row["advantage"] > 0) == (row["reward"] == 1) and row["advantage"] != row["reward"] for row in rows)
 
 
 def test_equal_advantages_are_exactly_zero_for_any_count():

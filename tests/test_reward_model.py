@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import common
@@ -194,6 +195,17 @@ def test_calibration_error_weighs_bins_by_size_and_certainty_joins_the_last_bin(
     assert reward_model.calibration_error(torch.tensor([-50.0, 4.0])) == pytest.approx(last - 0.5, abs=1e-6)
 
 
+def test_only_a_fresh_head_is_rescaled():
+    """H = 32: the std of 0.02 becomes 1/√33. A head that came with the checkpoint stays as it is."""
+    config = random_model("Llama")[0].config
+    config.num_labels, config.initializer_range = 1, 0.02
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    for kind, factor in (("ForSequenceClassification", 1), ("ForCausalLM", 33 ** -0.5 / 0.02)):
+        model.config.architectures, before = [f"Llama{kind}"], model.score.weight.detach().clone()
+        reward_model.scale_fresh_head(model)
+        torch.testing.assert_close(model.score.weight, before * factor)
+
+
 def test_a_tie_is_not_right_in_training_and_half_right_in_the_evaluation():
     assert reward_model.preference_loss(torch.ones(1), torch.ones(1))[1]["pair_accuracy"] == 0
     tokenizer, cfg = common.tiny_tokenizer(), reward_model.Config()
@@ -227,3 +239,28 @@ def test_the_pad_token_to_save_is_a_special_one_and_never_the_eos():
     tokenizer = common.tiny_tokenizer()
     tokenizer.eos_token = tokenizer.pad_token  # the first special token
     assert reward_model.pad_unlike_eos(tokenizer) == tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+def test_the_saved_pad_token_is_that_of_config_and_tokenizer(tmp_path):
+    """If the base's config pads with the EOS too, transformers would read scores before it."""
+    model, tokenizer = random_model("Llama")
+    tokenizer.pad_token, model.config.pad_token_id = tokenizer.eos_token, tokenizer.eos_token_id
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "base")
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=?", "chosen": "2", "rejected": "3"}\n')
+    done = run_script("reward_model.py", "--steps", 1, "--pairs_per_step", 1, "--data", tmp_path / "pairs.jsonl",
+                      "--model", tmp_path / "base", "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "run" / "model")
+    saved = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert config.pad_token_id == saved.pad_token_id != saved.eos_token_id
+
+
+def test_a_pad_token_of_its_own_stays_and_without_special_tokens_a_rare_one_pads():
+    from tokenizers import Tokenizer, models
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.unk_token
+    assert reward_model.pad_unlike_eos(tokenizer) == tokenizer.unk_token_id
+    backend = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "b": 2}, unk_token="a"))
+    bare = common.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
+    assert reward_model.pad_unlike_eos(bare) == 2 == bare.pad_token_id

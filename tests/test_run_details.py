@@ -1,5 +1,6 @@
 """`Run`, one method at a time: output directory, logs, checkpoints. (test_runs.py runs whole scripts.)"""
 import json
+import math
 import random
 import signal
 import sys
@@ -110,6 +111,7 @@ def test_all_the_state_comes_back(tmp_path, monkeypatch):
     run.optimizer_step(model, optimizer, schedule, torch.tensor(0.0))
     run.data.next(3)
     run.next_step = 1
+    torch.rand(5)  # the random state is no longer that of the seed
     run.save_checkpoint()
     drawn = torch.rand(1)
     again, other, moments, rates = begin(tmp_path, monkeypatch, resume=True)
@@ -138,6 +140,20 @@ def test_too_many_bad_updates_in_a_row_end_the_run_saved(later, tmp_path, monkey
     run, model, optimizer, schedule = begin(tmp_path, monkeypatch, max_bad_steps=2, resume=True)
     assert run.next_step == 3 and run.bad_steps == {"policy": 0 if later == 1.0 else 3}
     do(3, 1.0, float("nan"), 1.0)  # a good update resets the count
+
+
+def test_a_bad_update_of_the_critic_does_not_save_a_failing_policy():
+    """The policy has reached --max_bad_steps 2, the critic has not."""
+    models = [torch.nn.Linear(2, 1) for _ in range(2)]
+    parts = []
+    for model in models:
+        optimizer = torch.optim.AdamW(model.parameters())
+        parts.append((model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)))
+    run = FakeRun(SimpleNamespace(max_grad_norm=1.0, max_bad_steps=2), policy=parts[0], value=parts[1])
+    for part in (parts[0], parts[0], parts[1]):
+        part[0](torch.ones(1, 2)).sum().backward()
+        run.optimizer_step(*part, torch.tensor(math.nan))
+    assert run.failing
 
 
 def test_a_failed_save_leaves_the_last_checkpoint_alone(tmp_path, monkeypatch):

@@ -501,6 +501,22 @@ def test_a_run_made_longer_has_the_rates_of_its_new_length(schedule, rates, tmp_
     assert [metrics["lr"] for metrics in read_metrics(tmp_path)[1:]] == pytest.approx([rate * 1e-4 for rate in rates])
 
 
+@pytest.mark.parametrize("script", ["grpo", "dapo", "dr_grpo", "ppo", "dpo --on_policy"])
+def test_every_evaluation_is_on_the_held_out_problems(script, tmp_path, monkeypatch):
+    """Before the first step, and after the last."""
+    asked = []
+    monkeypatch.setattr(common, "evaluate", lambda policy, tokenizer, problems, *rest:
+                        asked.append([problem.prompt for problem in problems]) or {})
+    name, *switches = script.split()
+    held_out = few_problems(tmp_path)
+    done = run_script(f"{name}.py", *switches, "--steps", 1, "--output_dir", tmp_path / "run",
+                      "--eval_problems" if switches else "--eval_data", held_out,
+                      "--pairs_per_step" if switches else "--prompts_per_step", 2,
+                      *["--max_generation_batches", 1] * (name == "dapo"))
+    assert done.returncode == 0, done.stderr
+    assert asked == [[json.loads(line)["prompt"] for line in held_out.read_text().splitlines()]] * 2
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_non_finite_update_is_skipped_and_counted(bad, capsys):
     import grpo
