@@ -526,7 +526,7 @@ def write_directory(directory: Path, fill, replace: bool = True) -> None:
         if replace and directory.exists():
             os.rename(directory, old)
         os.rename(temporary, directory)
-        with contextlib.suppress(OSError):  # what is read elsewhere stays, on some file systems
+        with contextlib.suppress(OSError):  # NFS keeps a file that another process has open
             remove(old)
     except (OSError, SafetensorError) as error:
         if replace or not directory.exists():  # else another process was first
@@ -1325,7 +1325,7 @@ def one_token_attention(module, query, key, value, attention_mask, **kwargs):
 
 
 def can_use_graph(model, cache) -> bool:
-    """Only "sdpa" takes GraphStep's 4D boolean mask; full sliding windows and the like are no RoomyLayers."""
+    """Only "sdpa" takes GraphStep's 4D boolean mask; sliding windows that fill up are no RoomyLayers."""
     return (model.device.type == "cuda" and not hasattr(model, "no_graph")
             and model.config._attn_implementation == "sdpa"
             and all(isinstance(layer, RoomyLayer) for layer in cache.layers) and takes(model, "position_ids"))
@@ -1872,6 +1872,7 @@ def evaluate(policy, tokenizer, problems: list[Problem], score, cfg) -> dict[str
         with torch.random.fork_rng(devices=[]):
             _, correct = score(problems, sample(policy, tokenizer, prompts, k, cfg.max_new_tokens, cfg.temperature))
         metrics[f"eval_avg@{k}"] = correct.float().mean().item()
+        # The unbiased estimate of pass@k (Chen et al. 2021, arXiv:2107.03374, eq. 1) is from k samples: is any right?
         metrics[f"eval_pass@{k}"] = correct.any(1).float().mean().item()
     return metrics
 
@@ -1935,6 +1936,7 @@ class Run:
     """Everything around the training loop that is not the algorithm. A run
 
     refuses to overwrite        `check_directory`: an earlier run is continued or replaced only if a flag says so
+    is alone in its directory   `lock_directory`
     skips non-finite updates    `optimizer_step`
     logs                        `end_step`: metrics.jsonl, the progress bar, --log_to
     stops after a whole step    `end_step`: on Ctrl-C, SIGTERM or too many skipped updates; it saves first
@@ -1995,7 +1997,7 @@ class Run:
         elif begun and not cfg.overwrite:
             raise UserError(f"--output_dir {directory}: holds a run already; --resume continues it, --overwrite "
                             "replaces it, another --output_dir leaves it alone")
-        elif begun:
+        elif held and cfg.overwrite:
             for needed in (cfg.model, getattr(cfg, "reward", "")):
                 if os.path.isdir(needed) and Path(needed).resolve().is_relative_to(directory.resolve()):
                     raise UserError(f"--overwrite: {needed} is, or is in, the run that would be replaced")

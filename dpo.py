@@ -26,7 +26,7 @@ from common import flag, sample, token_logprobs
 @dataclass
 class Config(common.RunConfig):
     steps: int = flag(60, "training steps, one update each")
-    pairs_per_step: int = flag(64, "pairs per step (paper: 64); --on_policy: prompts, whose ties make no pair")
+    pairs_per_step: int = flag(64, "pairs per step (paper: 64); --on_policy: prompts (equal rewards make no pair)")
     max_completion_tokens: int = flag(1024, "longer answers are cut off here, and then have no EOS")
     on_policy: bool = flag(False, "sample two answers to each prompt of --data, and let --reward pick the better one")
     max_new_tokens: int = flag(40, "sampled answers are cut off after this many tokens")

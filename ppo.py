@@ -147,7 +147,7 @@ def value_loss(values, old_values, returns, weights, clip_eps: float):
 def load_value_model(cfg: Config, device, tokenizer):
     """The critic. It starts from the reward model, if --reward names one with the policy's vocabulary, else the policy.
 
-    Its head starts at zero, so that the first advantages are sums of rewards, without the noise of a random head. The
+    Its head starts at zero, so that the first advantages are sums of rewards, discounted by γλ, without noise. The
     reward model's own head would not do: it has only read whole completions, and its scores include `reward_shift`.
     """
     name = common.model_name(cfg)
@@ -180,7 +180,7 @@ def adapted_kl_coef(kl_coef: float, kl: float, target: float) -> float:
 
 
 def check(cfg: Config) -> None:
-    """Refuse flags that common.LIMITS cannot."""
+    """Refuse what common.LIMITS cannot: values of --missing_eos_score, and --kl_target without a KL."""
     try:
         valid = cfg.missing_eos_score == "none" or math.isfinite(float(cfg.missing_eos_score))
     except ValueError:
