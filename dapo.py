@@ -28,9 +28,10 @@ from common import flag, sample, token_logprobs
 @dataclass
 class Config(common.RunConfig):
     steps: int = flag(60, "training steps, each on a new rollout batch")
-    prompts_per_step: int = flag(16, "P: prompts per rollout batch (paper: 512)")
-    group_size: int = flag(16, "G: completions per prompt (paper: 16)")
-    max_new_tokens: int = flag(40, "completions are cut off after this many tokens (paper: 20,480)")
+    prompts_per_step: int = flag(16, "P: prompts per rollout batch (GRPO's paper 16, DAPO's 512, Dr. GRPO's code 128)")
+    group_size: int = flag(16, "G: completions per prompt (GRPO's paper 64, DAPO's 16, Dr. GRPO's code 8)")
+    max_new_tokens: int = flag(40, "L_max: completions are cut off after this many tokens (GRPO's paper 1,024, DAPO's "
+                                   "20,480, Dr. GRPO's code 3,000)")
     temperature: float = flag(1.0, "sampling temperature, which every log-prob uses as well")
     reward: str = flag("verifier", "verifier, FILE.py:FUNCTION called with (prompt, completion, row), or the directory "
                                    "of a reward model")
@@ -41,7 +42,8 @@ class Config(common.RunConfig):
     overlong_filtering: bool = flag(False, "leave truncated completions out of the loss, but not out of their group")
     loss_average: Literal["token", "prompt", "sequence"] = flag(
         "token", "mean over all tokens, or first over those of each prompt (eq. 12) or of each completion (GRPO)")
-    minibatches: int = flag(1, "minibatches per rollout batch; each is one optimizer step")
+    minibatches: int = flag(1, "minibatches per rollout batch, an optimizer step each (GRPO's paper 1, DAPO's 16, "
+                               "Dr. GRPO's code 8)")
     updates_per_batch: int = flag(1, "μ: passes over a rollout batch, always in the same minibatches (paper: 1)")
     clip_low: float = flag(0.2, "ε_low: ratios are clipped to at least 1 − ε_low (paper: 0.2)")
     clip_high: float = flag(0.28, "ε_high: ratios are clipped to at most 1 + ε_high (paper: 0.28)")

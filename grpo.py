@@ -22,15 +22,17 @@ from common import flag, sample, token_logprobs
 @dataclass
 class Config(common.RunConfig):
     steps: int = flag(60, "training steps, each on a new rollout batch")
-    prompts_per_step: int = flag(16, "P: prompts per rollout batch (paper: 16, for 1,024 completions)")
-    group_size: int = flag(16, "G: completions per prompt (paper: 64)")
-    max_new_tokens: int = flag(40, "completions are cut off after this many tokens (paper: 1,024)")
+    prompts_per_step: int = flag(16, "P: prompts per rollout batch (GRPO's paper 16, DAPO's 512, Dr. GRPO's code 128)")
+    group_size: int = flag(16, "G: completions per prompt (GRPO's paper 64, DAPO's 16, Dr. GRPO's code 8)")
+    max_new_tokens: int = flag(40, "L_max: completions are cut off after this many tokens (GRPO's paper 1,024, DAPO's "
+                                   "20,480, Dr. GRPO's code 3,000)")
     temperature: float = flag(1.0, "sampling temperature, which every log-prob uses as well")
     reward: str = flag("verifier", "verifier, FILE.py:FUNCTION called with (prompt, completion, row), or the directory "
                                    "of a reward model")
     format_reward: float = flag(0.0, "weight of the extra reward for the form <think>…</think><answer>…</answer>")
     divide_by_std: bool = flag(True, "advantage (R − mean) / std, as in the paper; --no_divide_by_std: R − mean")
-    minibatches: int = flag(1, "minibatches per rollout batch; each is one optimizer step")
+    minibatches: int = flag(1, "minibatches per rollout batch, an optimizer step each (GRPO's paper 1, DAPO's 16, "
+                               "Dr. GRPO's code 8)")
     updates_per_batch: int = flag(1, "μ: passes over a rollout batch, always in the same minibatches (paper: 1)")
     clip_eps: float = flag(0.2, "ε: ratios are clipped to 1 ± ε (with one update per rollout, the default, all are 1)")
     kl_coef: float = flag(0.04, "β: weight of the KL to the reference; at 0, none is loaded (paper: 0.04)")
