@@ -1888,9 +1888,9 @@ def say(message: str) -> None:
 def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
     """Say so when all advantages of a step are 0, and what to try: it is no bug, but nothing is learned either."""
     if not advantages.any():
-        say(f"step {step}: the rewards of every group are equal, so all advantages are 0 and nothing is learned. If "
-            "this goes on: easier or harder problems, a larger --group_size, a higher --temperature, more "
-            "--max_new_tokens, or --format_reward 0.1 to begin with")
+        say(f"step {step}: all advantages are 0, since the rewards of every group are equal or DAPO left it out, and "
+            "nothing is learned. If this goes on: easier or harder problems, a larger --group_size, a higher "
+            "--temperature, more --max_new_tokens, or --format_reward 0.1 to begin with")
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

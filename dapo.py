@@ -6,6 +6,7 @@
     reward   R              →  R + length penalty           soft_overlong_penalty   (eq. 13)
     reward   1 or 0         →  1 or −1                      load_reward             (eq. 7)
     KL       β·KL           →  none                         dapo_loss               (section 2.3)
+    loss     of all         →  of all, or of finished ones  --overlong_filtering    (section 3.4)
 
 To switch one off: --clip_high 0.2, --no_dynamic_sampling, --loss_average sequence, --overlong_buffer 0. By default,
 as in grpo.py, a rollout gets a single update, which clips nothing; the paper makes 16 (--minibatches 16).
@@ -36,6 +37,7 @@ class Config(common.RunConfig):
     reward: str = flag("verifier", "verifier, FILE.py:FUNCTION called with (prompt, completion, row), or the directory "
                                    "of a reward model")
     format_reward: float = flag(0.0, "weight of the extra reward for the form <think>…</think><answer>…</answer>")
+    divide_by_std: bool = flag(True, "advantage (R − mean) / std, as in the paper; --no_divide_by_std: R − mean")
     dynamic_sampling: bool = flag(True, "roll out until P groups have 0 < correct < G; --no_dynamic_sampling: any P")
     max_generation_batches: int = flag(10, "limit on the rollouts of a step, which then trains on the groups it has")
     overlong_buffer: int = flag(8, "length is penalized from this many tokens before the cut (paper: 4,096); 0: never")
@@ -52,7 +54,7 @@ class Config(common.RunConfig):
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
 
 
-def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
+def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch.Tensor:
     """Advantages [P, G] from rewards [P, G]: each completion is compared with its group.
 
     They are exactly 0 in a group whose rewards are all equal, and in a group of one.
@@ -60,7 +62,7 @@ def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
     rewards = rewards - rewards[:, :1]  # equal rewards are exactly 0 from here on, whatever their mean would round to
     mean = rewards.mean(dim=1, keepdim=True)
     std = rewards.std(dim=1, keepdim=True, correction=min(1, rewards.shape[1] - 1))  # sample std (n − 1)
-    return (rewards - mean) / (std + 1e-6)
+    return (rewards - mean) / (std + 1e-6) if divide_by_std else rewards - mean
 
 
 def soft_overlong_penalty(lengths: torch.Tensor, max_new_tokens: int, buffer: int) -> torch.Tensor:
@@ -97,7 +99,8 @@ def token_weights(mask: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
     num_tokens is the number of tokens in the whole optimizer step, over all micro-batches and ranks. Eq. 12 averages
     over the tokens of each prompt first, then over prompts (see unit_token_weights). The authors' code averaged over
-    the tokens of a micro-batch (verl, pull request 623). The default here averages over those of the whole step.
+    the tokens of a micro-batch (verl, pull request 623). The default here averages over those of the whole step, so
+    that every token counts alike and no micro-batch size changes the gradient.
     """
     return mask / max(num_tokens, 1)  # 1 / Σ|o_j|
 
@@ -163,13 +166,15 @@ def main(cfg: Config) -> None:
         loss_mask = rollout.mask & rollout.finished[:, None] if cfg.overlong_filtering else rollout.mask  # [N, T]
 
         # 3. Advantages: compare each completion with its group.
-        advantages = group_advantages(rewards).flatten()  # [N]
+        advantages = group_advantages(rewards, cfg.divide_by_std).flatten()  # [N]
+        trains = torch.isin(torch.arange(len(batch)), groups).repeat_interleave(cfg.group_size)  # [N]
+        advantages = advantages * trains.to(run.device)  # 0 for the groups that are left out
         common.warn_without_signal(step, advantages)
 
         # 4. Update. Weights are relative to the whole minibatch, so the gradients of its micro-batches just add up.
-        order = (groups[:, None] * cfg.group_size + torch.arange(cfg.group_size)).flatten()  # rows of these groups
-        order = order[torch.randperm(len(order))]
-        minibatches = [part for part in order.tensor_split(cfg.minibatches) if len(part) > 0]
+        order = trains.nonzero()[torch.randperm(int(trains.sum())), 0]  # shuffled row numbers
+        count = math.ceil(cfg.minibatches * len(groups) / cfg.prompts_per_step)  # with fewer groups, fewer minibatches
+        minibatches = order.tensor_split(count) if count > 0 else ()
         # At update 0 the policy is still the one that sampled: that update records its own log-probs as the old ones.
         # Only the later minibatches need a forward pass for theirs.
         old_logprobs = common.rollout_logprobs(
@@ -199,7 +204,7 @@ def main(cfg: Config) -> None:
 
         # 5. Log.
         metrics = {
-            "loss": 0.0, "grad_norm": 0.0, "lr": schedule.get_last_lr()[0],  # for a step without an update
+            "loss": 0.0, "grad_norm": 0.0, "clip_fraction": 0.0, "lr": schedule.get_last_lr()[0],  # without an update
             "kept_fraction": kept / len(batch), "wasted_groups": max(0, kept - cfg.prompts_per_step),
             "sampled_tokens": int(rollout.lengths.sum()),
             "reward": rewards.mean().item(),

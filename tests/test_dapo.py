@@ -271,23 +271,25 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
 
 
 def test_few_rows_make_few_updates(tmp_path, monkeypatch):
-    """No minibatch is empty: of the 8 asked for, only as many are made as there are rows, 2 per informative group."""
+    """With fewer groups than asked for, there are fewer minibatches, of the usual size: here two rows, one group."""
     steps = record_run(
         monkeypatch, "dapo.py", tmp_path / "run", "--steps", 3, "--prompts_per_step", 4, "--group_size", 2,
-        "--minibatches", 8, "--max_generation_batches", 1)
+        "--minibatches", 4, "--max_generation_batches", 1)
     kept = [round(4 * step.metrics["kept_fraction"]) for step in steps]
-    assert [len(step.updates) for step in steps] == [2 * count for count in kept] and min(kept) < 4
+    assert [len(step.updates) for step in steps] == kept and min(kept) < 4
     assert all(update["grad_norm"] > 0 for step in steps for update in step.updates)
 
 
 def test_without_an_informative_group_the_step_makes_no_update(tmp_path):
     """No reward is above 0, so no group has a right answer: the step gives up, says so, logs a loss and gradient of 0,
-    and the run goes on."""
-    (tmp_path / "reward.py").write_text("def never(prompt, completion, row):\n    return -1.0\n")
+    and the run goes on. The rewards differ, but a completion that is left out gets no advantage."""
+    (tmp_path / "reward.py").write_text("def never(prompt, completion, row):\n    return -len(completion) - 1.0\n")
     done = run_script("dapo.py", "--steps", 2, "--prompts_per_step", 2, "--group_size", 2, "--eval_every", 100,
                       "--max_generation_batches", 2, "--reward", f"{tmp_path / 'reward.py'}:never", "--output_dir",
                       tmp_path / "run")
-    assert done.returncode == 0 and "0 of 4 groups" in done.stderr, done.stderr
+    assert done.returncode == 0 and "0 of 4 groups" in done.stderr and "nothing is learned" in done.stderr, done.stderr
+    samples = [json.loads(line) for line in open(tmp_path / "run" / "samples.jsonl")]
+    assert len({sample["reward"] for sample in samples}) > 1 and all(sample["advantage"] == 0 for sample in samples)
     steps = read_metrics(tmp_path / "run")[1:]
     assert [(step["grad_norm"], step["loss"], step["kept_fraction"]) for step in steps] == [(0, 0, 0)] * 2
 
