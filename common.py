@@ -70,10 +70,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification,
-                          AutoTokenizer, DynamicCache, HfArgumentParser, PreTrainedTokenizerFast, Qwen2Config,
-                          Qwen2ForCausalLM)
+from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AttentionInterface,
+                          AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer,
+                          DynamicCache, HfArgumentParser, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
 
 SYSTEM_PROMPT = ("Think about the problem step by step, then give the answer. Write your reasoning and your answer as "
                  "<think> reasoning here </think><answer> answer here </answer>.")
@@ -127,7 +128,8 @@ LIMITS = {
     "max_grad_norm": (1e-8, LARGEST), "temperature": (1e-8, LARGEST), "beta": (1e-8, LARGEST),
     "clip_eps": (0, 1), "clip_low": (0, 1), "clip_high": (0, 10), "label_smoothing": (0, 0.5),
     "freeze_layers": (0, 1), "gamma": (0, 1), "lam": (0, 1), "seed": (0, 2 ** 32 - 1),
-    "group_size": (2, LARGEST), "warmup_steps": (0, LARGEST), "overlong_buffer": (0, LARGEST),
+    "warmup_steps": (0, LARGEST), "overlong_buffer": (0, LARGEST), "group_size": (2, 10 ** 6),
+    "prompts_per_step": (1, 10 ** 6), "pairs_per_step": (1, 10 ** 6), "eval_samples": (1, 10 ** 6),
 }
 
 
@@ -154,7 +156,7 @@ def parse_config(Config, args: list[str]):
         name, value = field.name, getattr(cfg, field.name)
         low, high = LIMITS.get(name, (1 if field.type is int else 0, LARGEST))
         if field.type in (int, float) and not low <= value <= high:  # NaN fails this too
-            wanted = f"between {low} and {high}" if high < LARGEST or value > high else f"at least {low}"
+            wanted = f"between {low} and {high}" if high < 10 ** 6 or value > high else f"at least {low}"
             raise UserError(f"--{name} {value}: must be {wanted}")
     if getattr(cfg, "minibatches", 1) > getattr(cfg, "prompts_per_step", 1) * getattr(cfg, "group_size", 1):
         raise UserError(f"--minibatches {cfg.minibatches}: more than the completions of a step")
@@ -186,7 +188,7 @@ def launch(main, Config) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(15)
         tqdm.write(f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        leave(error.exit_code)
     leave_together()
 
 
@@ -194,6 +196,11 @@ def leave_together(code: int = 0) -> None:
     """Exit once every rank has got here: by then all is saved."""
     if world_size() > 1:
         dist.barrier()
+    leave(code)
+
+
+def leave(code: int) -> None:
+    if world_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # a rank that shuts gloo down while others still do is sometimes aborted
@@ -307,6 +314,8 @@ def on_main_rank_first(work):
 def load_tokenizer(name: str, trust_remote_code: bool = False):
     """The tokenizer of a directory or hub id. Where it has no pad token, EOS pads: masks come from positions."""
     with one_line_errors(f"--model {name}: no directory or hub id that has a tokenizer"):
+        if not os.path.isdir(name) and not huggingface_hub.try_to_load_from_cache(name, "config.json"):
+            huggingface_hub.model_info(name, timeout=30)  # without network, each download would retry for half a minute
         # For some model types (Qwen2 is one) AutoTokenizer replaces a generic tokenizer.json by the architecture's own
         # tokenizer, which splits text differently. The one that came with the model is right.
         kind = get_tokenizer_config(name, trust_remote_code=trust_remote_code).get("tokenizer_class")
@@ -347,6 +356,8 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **config_changes)
         if cls is AutoModelForCausalLM and "ForSequenceClassification" in "".join(config.architectures or ()):
             raise UserError(f"--model {name}: a classifier, as reward models are, and not a language model")
+        if cls is AutoModelForSequenceClassification:
+            ensure_classifier(type(config))
         saved_dtype = config.dtype or torch.float32
         text_config = config.get_text_config()  # of a model that also sees, the part that reads text
         if getattr(text_config, "attn_logit_softcapping", None):  # Gemma 2
@@ -378,6 +389,17 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
     return shard(model, device)
 
 
+def ensure_classifier(config_class) -> None:
+    """Some language models come without a sequence classifier (Granite, Cohere, OLMoE): put one together for them."""
+    if config_class in MODEL_FOR_CAUSAL_LM_MAPPING and config_class not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        parents = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__mro__
+        base = next(parent for parent in parents if parent.__name__.endswith("PreTrainedModel"))
+        name = base.__name__.replace("PreTrainedModel", "ForSequenceClassification")
+        classifier = type(name, (GenericForSequenceClassification, base), {"base_model_prefix": base.base_model_prefix})
+        # transformers 5.17's `register` does nothing for a config of its own
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING._extra_content[config_class] = classifier
+
+
 def model_name(cfg) -> str:
     """--model as from_pretrained takes it."""
     return build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model
@@ -385,24 +407,30 @@ def model_name(cfg) -> str:
 
 def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_changes):
     """--model -> (model to train, tokenizer), after checking that the two fit."""
+    if cfg.model == "tiny" and getattr(cfg, "max_new_tokens", 0) >= TINY_CONTEXT:  # before it is built
+        raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of tiny is {TINY_CONTEXT} tokens")
     name = model_name(cfg)
     tokenizer = load_tokenizer(name, cfg.trust_remote_code)
     policy = load_model(name, device, cls=cls, trust_remote_code=cfg.trust_remote_code, **config_changes)
     vocabulary, context = policy.config.get_text_config().vocab_size, context_length(policy)
-    if len(tokenizer) > vocabulary:
-        raise UserError(f"--model {name}: its tokenizer has {len(tokenizer)} tokens, its embedding {vocabulary}")
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= vocabulary:
+        raise UserError(f"--model {name}: its tokenizer has ids up to {largest}, its embedding only {vocabulary} rows")
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
-    if cfg.model != "tiny":
-        sizes = ["lr", "value_lr", "overlong_buffer"]
-        if getattr(cfg, "on_policy", True):  # otherwise dpo.py reads its answers from a file
-            sizes.append("max_new_tokens")
-        defaults = [f"--{size} {value}" for size, value in vars(cfg).items()
-                    if size in sizes and value == getattr(type(cfg), size, None)]
-        if defaults:
-            say(f"{', '.join(defaults)}: these defaults suit the tiny model; README.md has a real model's")
     return policy, tokenizer
+
+
+def warn_of_defaults(cfg) -> None:
+    """Say which flags of a real model's run still have a default that suits the tiny model."""
+    sizes = ["lr", "value_lr", "overlong_buffer"]
+    if getattr(cfg, "on_policy", True):  # otherwise dpo.py reads its answers from a file
+        sizes.append("max_new_tokens")
+    defaults = [f"--{size} {value}" for size, value in vars(cfg).items()
+                if size in sizes and value == getattr(type(cfg), size, None)]
+    if defaults and cfg.model != "tiny":
+        say(f"{', '.join(defaults)}: these defaults suit the tiny model; README.md has a real model's")
 
 
 def context_length(model) -> float:
@@ -538,6 +566,7 @@ def write_directory(directory: Path, fill, replace: bool = True) -> None:
 # ---------------------------------------------------------------------------- the built-in model, and its problems
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+TINY_CONTEXT = 1024
 TINY_VOCABULARY = ["<pad>", "<eos>", "<unk>", *TAGS, *"0123456789+-*=(),? "]
 
 
@@ -605,8 +634,9 @@ def train_tiny_model(digits: int):
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(Qwen2Config(
             vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None))
+            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+            max_position_embeddings=TINY_CONTEXT, pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id, bos_token_id=None))
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0, fused=True)
         schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 10, steps)
         for _ in tqdm(range(steps), desc="building the tiny model (once)", leave=False, disable=None):
@@ -633,7 +663,8 @@ def build_tiny_model(data: str) -> str:
     """
     digits = arithmetic_digits(data) if is_built_in(data) else 2
     parts = (arithmetic_rows, worked_answer, tiny_tokenizer, train_tiny_model)
-    recipe = [*map(inspect.getsource, parts), digits, TINY_VOCABULARY, torch.__version__, transformers.__version__]
+    recipe = [*map(inspect.getsource, parts), digits, TINY_VOCABULARY, TINY_CONTEXT, torch.__version__,
+              transformers.__version__]
     directory = Path("runs") / f"tiny-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]}"
 
     def fill(folder):
@@ -712,7 +743,7 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
         if not is_prompt(prompt):
             raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem")
         found = row.get("answer"), row.get("solution"), verl.get("ground_truth") if isinstance(verl, dict) else None
-        answer = next((value for value in found if value not in (None, "")), None)
+        answer = next((value for value in found if value is not None and str(value).strip()), None)
         if type(answer) in (str, int) or type(answer) is float and math.isfinite(answer):  # no bool, which is an int
             answer = extract_answer(answer) or str(answer)
         elif not need_answer:
@@ -739,7 +770,8 @@ def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
     """--data and --eval_data, as problems or by another `read(data, split)`."""
     read = read or functools.partial(read_problems, need_answer=cfg.reward == "verifier")
     held_out = cfg.eval_data or (cfg.data if is_built_in(cfg.data) else "")  # a file has no held-out part
-    return read(cfg.data, "train"), read(held_out, "eval") if held_out else []
+    held_out = read(held_out, "eval") if held_out else []  # first: if it is a missing file, nothing is built for --data
+    return read(cfg.data, "train"), held_out
 
 
 def tokenize(tokenizer, texts: list[str], special: bool) -> list[list[int]]:
@@ -774,8 +806,8 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
     if not tokenizer.chat_template:
         return "\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages) + "\n\nAssistant:", False
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False,
-                                             enable_thinking=True)  # without it some close <think> at once
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, enable_thinking=True,
+                                             open_thinking=bool(default))  # without these some close <think> at once
         left_out = [m["role"] for m in messages if m["role"] != "assistant"  # templates shorten the assistant's
                     and max(re.findall(r"\w+", m["content"]), key=len, default="") not in text]
         if not left_out:
@@ -1388,8 +1420,9 @@ SHARED_TOKENS = {"cpu": 400, "cuda": 4000}
 def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int, temperature: float = 1.0):
     """Log-probability of each of the last T = num_completion_tokens tokens, and entropy of the distribution it is from.
 
-    input_ids, attention_mask: [B, L+T], with left-padded prompts of at least one token and right-padded completions.
-    Returns (logprobs, entropy), float32 [B, T], both of softmax(logits / temperature), 0 on padding, with gradients.
+    input_ids, attention_mask: [B, L+T], with left-padded prompts and right-padded completions. Returns (logprobs,
+    entropy), float32 [B, T], both of softmax(logits / temperature), with gradients. They are 0 on padding, and for the
+    first token of a row, which nothing predicts.
     Call `model.eval()` first if the model has dropout.
 
     [B, T, V] never exists: the logits of the real completion tokens are computed in slices of the vocabulary, and again
@@ -1417,11 +1450,12 @@ def distinct_rows(ids):
 
 
 def completion_tokens(attention_mask, T: int):
-    """The real tokens in the last T columns -> (their rows [n], their columns [n], the number [n] of the token before
-    each, where its row's first real token is number 0)."""
+    """The real tokens in the last T columns that have one before them -> (their rows [n], their columns [n], the number
+    [n] of the token before each, where its row's first real token is number 0)."""
     L = attention_mask.shape[1] - T
-    row, column = attention_mask[:, L:].nonzero(as_tuple=True)
-    return row, column, attention_mask[:, :L].sum(1)[row] + column - 1
+    before = attention_mask.cumsum(1)[:, L:] - 2  # [B, T]
+    row, column = ((before >= 0) & (attention_mask[:, L:] > 0)).nonzero(as_tuple=True)
+    return row, column, before[row, column]
 
 
 def hidden_states(model, input_ids, attention_mask, row, last, logits: bool = False):
@@ -1584,7 +1618,6 @@ def head_is_sliceable(model) -> bool:
     """Does `head_logits` give the model's own logits? Compared once, on eight tokens, with a warning if it does not."""
     if hasattr(model, "head_is_sliceable"):
         return model.head_is_sliceable
-    ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
 
     def compare(model, ids):
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
@@ -1593,6 +1626,7 @@ def head_is_sliceable(model) -> bool:
         tolerance = 1e-4 if own_logits.dtype == torch.float32 else 0.01  # bfloat16 rounds a cap or a scale
         return torch.allclose(logits, own_logits.float(), tolerance, tolerance)
     try:
+        ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
         with evaluating(model):
             model.head_is_sliceable = call_gathered(compare, model, ids)
     except torch.OutOfMemoryError:
@@ -1982,7 +2016,7 @@ class Run:
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             raise UserError(f"--output_dir {directory}: {existing} is a file or write-protected")
         held = [name for name in self.WRITES if (directory / name).exists()]
-        if held and flags is None:
+        if held and not isinstance(flags, dict):
             raise UserError(f"--output_dir {directory}: holds {held[0]}, but no run that could have written it")
         begun = self.checkpoints() or set(held) - {"config.json", "checkpoint"}  # else it ended before it could begin
         if cfg.resume:
@@ -2033,6 +2067,7 @@ class Run:
             else:
                 on_main_rank_first(self.write_config)
                 self.save_checkpoint()
+        warn_of_defaults(self.cfg)
         if rank() == 0:
             with one_line_errors(f"--log_to {self.cfg.log_to}: it does not start; --resume continues once it can"):
                 self.log = self.open_logger()
@@ -2165,7 +2200,8 @@ class Run:
     def end_step(self, step: int, metrics: dict[str, float]) -> None:
         """Log the step, save if it is time to, and stop the run if it has to stop. Collective."""
         if rank() == 0:
-            self.append("metrics.jsonl", [{"step": step, **metrics}])
+            finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            self.append("metrics.jsonl", [{"step": step, **finite}])  # JSON has no NaN: a skipped update's loss is null
             self.log(metrics, step=step)
             shown = {"reward": ".3f", "accuracy": ".3f", "pair_accuracy": ".3f", "entropy": ".3f",
                      "tokens_per_second": ".0f"}
@@ -2210,8 +2246,9 @@ class Run:
 
     def state(self) -> dict:
         """All that a checkpoint holds. The tensors are the live ones: `dcp.load` fills them in place."""
-        state = {"position": self.data.position, "extra": self.extra, "updates": {},
-                 "bad_steps": {name: self.bad_steps[name] for name in self.trained},
+        fixed = {name: value for name, value in vars(self.cfg).items() if name not in self.MAY_CHANGE}
+        state = {"run": {"script": self.script, **fixed}, "position": self.data.position, "extra": self.extra,
+                 "bad_steps": {name: self.bad_steps[name] for name in self.trained}, "updates": {},
                  "random": torch.get_rng_state()}  # the same on every rank
         for name, (model, optimizer, schedule) in self.trained.items():
             state["updates"][name] = schedule.last_epoch
@@ -2254,10 +2291,13 @@ class Run:
             raise UserError(f"--resume: {self.directory} has done {self.next_step - 1} steps, more than --steps")
         try:
             state = self.state()
+            own = dict(state["run"])  # `dcp.load` writes into the dicts too
             dcp.load(state, checkpoint_id=path)
         # Damaged files can raise any error, and CheckpointException is not a subclass of Exception.
         except (Exception, dcp.api.CheckpointException) as error:
             raise UserError(f"--resume: {path} is damaged or of another model: {innermost(error)}") from error
+        if other := [f"{name} {value}" for name, value in state["run"].items() if own.get(name) != value]:
+            raise UserError(f"--resume: {path} is of another run: {', '.join(other)}")
         self.data.position, self.extra = state["position"], state["extra"]
         self.bad_steps.update(state["bad_steps"])
         torch.set_rng_state(state["random"])
@@ -2269,13 +2309,14 @@ class Run:
 
     def drop_later_lines(self) -> None:
         """Remove log lines written after the checkpoint: their steps are done again."""
-        for path in (self.directory / "metrics.jsonl", self.directory / "samples.jsonl"):
-            if path.exists():
+        for path in filter(Path.exists, (self.directory / "metrics.jsonl", self.directory / "samples.jsonl")):
+            with one_line_errors(f"--resume: {path} is damaged"):
                 lines = path.read_text().splitlines(keepends=True)
                 whole = [line for line in lines if line.endswith("}\n")]  # a killed process may have left half a line
-                temporary = path.with_suffix(".tmp")
-                temporary.write_text("".join(line for line in whole if json.loads(line)["step"] < self.next_step))
-                os.replace(temporary, path)
+                kept = "".join(line for line in whole if json.loads(line)["step"] < self.next_step)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(kept)
+            os.replace(temporary, path)
 
 
 def remove(path: Path) -> None:
@@ -2311,7 +2352,7 @@ def innermost(error: BaseException) -> str:
 LONGEST_COMPLETION, LONGEST_ANSWER = 20_000, 400  # characters; of a completion, the last ones
 LONGEST_LIST, DEEPEST, MOST_BITS = 20, 30, 8_000  # items in any order; braces around a box; size of an exact number
 
-_BARE_BOX = re.compile(r"\\boxed +([^\s\\${}]+)")  # \boxed 5
+_BARE_BOX = re.compile(r"\\boxed(?: +|(?=\d))([^\s\\${}]+)")  # \boxed 5, \boxed5
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.S | re.I)
 _HEADING = re.compile(r"""
     ^[ \t]* (?:
@@ -2328,17 +2369,19 @@ _HEADING = re.compile(r"""
                | \d+[.):][ ]+[A-Za-z] ) )
     ) (\**[^\s*].*)""", re.X | re.M)
 _BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|(?P<open>\{)|(?P<close>\})|\\[{}]")
-_BETWEEN_BOXES = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")  # what may stand there beside "and" or a comma
+_BETWEEN_BOXES = re.compile(r"\\[()\[\]]|\\q?quad|\\text|\b\w ?=|[\s${}]")  # may stand there beside "and" or a comma
 _PHRASE = re.compile(r"""
     # "The final answer is: 18", "The answer to the question (in dollars) is 18"; not "The answer is correct"
     ^.* (?: answers? | correct[ ](?:option|choice) ) (?: [ ](?: \( | to[ ] | in[ ] ) [^\n:=]{,50} )?
-    (?: [ ]is | [ ]are | [ ](?:should|must|would)[ ]be | : | [ ]= ) :? \** \s* (?: \}\s* )?
+    (?: [ ](?: is | are | (?:should|must|would)[ ]be ) (?: [ ](?: simply | equal[ ]to ) )? | [ ]equals | : | [ ]= )
+    :? \** \s* (?: \}\s* )?
     (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
     # up to the end of the sentence or a reason: "18 dollars because ..."; whole: "$5! = 120$", "5 sq. ft."
-    (.*?) (?= $ | [.!] (?: \* | \s* $ | \s+ (?-i: [^a-z\s=<>+*/^)$-] ) )
+    (.*?) (?= $ | (?: [.!] | \.\$ ) (?: \* | \s* $ | \s+ (?-i: [^a-z\s=<>+*/^)$-] ) )
             | ,?[ ] (?: because | since | so | as | which ) [ ] )
     """, re.X | re.I | re.M)
-_MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\|\w+\|>")  # **18**</s>; not x**2
+_MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\|\w+\|>"
+                    r"|\.?\s?I hope (?:it|this) is correct.*")  # **18**</s>; not x**2
 
 
 def extract_answer(text, closed_only: bool = False) -> str | None:
@@ -2348,18 +2391,23 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
        `A: 18`: whichever ends last. Such marks may stand in one another: <answer>\\boxed{18}</answer>.
     2. What follows the last <answer>, though it is never closed: samplers that stop at </answer> cut the tag off.
        `sample` does not, so there such an answer was broken off; with `closed_only` it does not count.
-    3. "The answer is 18." This is also looked for within 1 and 2: `Answer: The final answer is 18. I hope so.`
+    3. "The answer is 18." This is also looked for within 1 and 2, `Answer: The final answer is 18. I hope so.`, and a
+       number after a line such as `A: There are 15 trees.`, which may only begin the reasoning.
     """
-    text, answer = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None
+    text, answer, after = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None, ""
     for _ in range(3):  # marks within marks
+        headings = {mark.end(1): mark[0] for mark in _HEADING.finditer(text)}
         marked = [(mark.end(1), mark[1]) for kind in (_TAGGED, _HEADING) for mark in kind.finditer(text)]
         marked += _in_boxes(text)
         if not marked:
             break
-        text = answer = max(marked)[1].strip()
+        end, answer = max(marked)
+        if "#" not in headings.get(end, "#"):
+            after = text[end:]
+        text = answer = answer.strip()
     if answer is None and "<answer>" in text and not closed_only:
         text = answer = text.rpartition("<answer>")[2].strip()
-    if phrases := _PHRASE.findall(text):
+    if phrases := _PHRASE.findall(text) or [value for value in _PHRASE.findall(after) if re.match(r"\W*\d", value)]:
         answer = phrases[-1].strip()
     return _MARKS.sub("", answer or "") or None
 
@@ -2392,8 +2440,10 @@ _DECIMAL = re.compile(r"-?\d*\.?\d+", re.ASCII)
 _OPTION = re.compile(r"[(\[]?([A-E])[)\].:]+ (?!.?[A-E]\W*$)(?!.*[^a-zA-Z][A-E][).:\]])(.+)")
 _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; nothing that may change the number
     (?! All[ ] | .*[ ][-/][ ] | .*(?<![\w'])(?: not | minus | negative | than | most | least | half | hundred | dozen
-        | pi | sqrt | log | mod | [b-zB-Z] )\b )  [A-Z][\w']*,?[ ][a-z]+[ ] (?: [\w ',.;:/$-] | (?<=[a-z]{2})\^ )*
+        | pi | sqrt | log | mod | [b-zB-Z] )\b )  (?: (?:So|Thus|Hence|Therefore|In[ ]total|Together|Altogether),?[ ] )?
+    [A-Z][\w']*,?[ ][a-z]+[ ] (?: [\w ',.;:/$-] | (?<=[a-z]{2})\^ )*
     """, re.X)
+_STATEMENT = re.compile(r"[A-Z][^=]* (?:is|are|equals) (?!not )(.+)")  # The area is 12\pi
 _NUMBER = re.compile(r"(?<![\w.^/:])-?\d+(?:\.\d+)?(?:/\d+)?(?![\w/:^]|\.\d)")
 
 
@@ -2417,40 +2467,54 @@ def is_equivalent(prediction, answer) -> bool:
             return option[1] == other.strip("()[]") or _same(_clean(option[2]), other)
         if _SENTENCE.fullmatch(side) and len(numbers := _NUMBER.findall(side)) == 1:  # a sentence, with its only number
             return _same(numbers[0], other)
+        if statement := _STATEMENT.fullmatch(side):
+            return _same(statement[1].strip(), other)
     return False
 
 
 _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
-    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \! \( \) \[ \] \$ $ € £ ₹ ¥ \% % ¢",
+    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \large \Large \! \( \) \[ \] "
+        r"\$ $ € £ ₹ ¥ \% % ¢",
     " ": r"\, \: \; \quad \qquad ~ \rm \bf \ ", ",": "; &", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄",
     "^": "**", "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
-    "≠": r"\ne \neq !=", "∈": r"\in", "±": r"\pm \mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace", ":": r"\colon",
-    "∪": r"\cup \bigcup", "|": r"\vert \lvert \rvert \mid", " or ": r"\lor \vee", "(": r"\langle",
+    "=": r"\equiv ≡", "≠": r"\ne \neq !=", "∈": r"\in", "±": r"\pm \mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
+    ":": r"\colon", "∪": r"\cup \bigcup", "|": r"\vert \lvert \rvert \mid", " or ": r"\lor \vee", "(": r"\langle",
     ")": r"\rangle \rfloor \rceil ⌋ ⌉", "\\floor (": r"\lfloor ⌊", "\\ceil (": r"\lceil ⌈",
-    "\\frac": r"\dfrac \tfrac \cfrac", "\\binom": r"\dbinom \tbinom", "\\ldots ": r"... \dots \cdots",
+    "\\frac": r"\dfrac \tfrac \cfrac \nicefrac \sfrac", "\\binom": r"\dbinom \tbinom", "\\ldots ": r"... \dots \cdots",
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"
-              r" \boldsymbol \bm \mathit \mathsf \textsf \texttt \emph \underline", "\\overline": r"\bar",
+              r" \boldsymbol \bm \mathit \mathsf \textsf \texttt \emph \underline", "\\overline": r"\bar \dot",
     "\\epsilon": r"\varepsilon", "\\phi": r"\varphi", "\\emptyset": r"\varnothing ∅", "\\infty ": "∞", "\\sqrt ": "√",
     "\\pi ": "π", "\\theta ": "θ", "\\alpha ": "α", "\\beta ": "β", "\\lambda ": "λ"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
 _SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>!]=|[$%~;&]|[^\x00-\x7f]"  # whatever may be such a key
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?![\d,/])")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?![\d,]|/\d)")
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
     # symbols: x² is x^{2}, x₁ is x_{1}; NFKC makes 1/2 of ½, and up to eighteen characters of others, hence the cut
     (r"([⁻⁰¹²³⁴-⁹]+)", r"^{\1}"), (r"([₀-₉]+)", r"_{\1}"), (r"([¼½¾⅐-⅞])", r" \1"),
     (r"(?s)^.+", lambda text: unicodedata.normalize("NFKC", text[0])[:LONGEST_ANSWER]),
     (_MARKS, ""),
     (_SYMBOL, lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0])),
-    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?|°", " "),
+    # degrees are left out, but not in \sin 30^\circ
+    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?|\bdegrees?\b", "°"),
+    (r"(?<!arc)((?:sin|cos|tan|cot|sec|csc)(?: ?\^ ?\{?\d\}?)? ?)(\([^()]*\)|\d+(?:\.\d+)? ?°)",
+     lambda angle: f"{angle[1]}({angle[2]})".replace("°", r"*\pi/180")),
+    (r"°", " "),
     (r"\\text\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 "),
+    (r"\{ ?([-+]?) ?\}|\\(?:text)?color ?\{\w+\}", r"\1"),
     (r"\s+", " "),
+    (r"\{([^{}]*)\\(over|choose)\b([^{}]*)\}",
+     lambda pair: rf"\{'frac' if pair[2] == 'over' else 'binom'}{{{pair[1].strip()}}}{{{pair[3].strip()}}}"),
+    # 44 \pmod{83} and 44 (mod 83) are 44 mod83, 07:30 is 7:30, 5:00 PM is 5 PM
+    (r" ?(?:\\pmod ?\{? ?|\( ?\\?b?mod )(\d+) ?[})]?", r" mod\1"), (r"\b0(?=\d:\d\d)|:00(?= ?[AaPp]\.?[Mm]\b)", ""),
     # words: 12^{th} is 12, 2 million is 2*10^6, 8 square feet is 8 feet^2, about 45 is 45
     (r"(?<=\d) ?\^? ?(?:\{ ?(?:st|nd|rd|th) ?\}|(?:st|nd|rd|th)\b)", " "),
-    (r"(?<=\d) ?[Tt]housand\b", "*10^3"), (r"(?<=\d) ?[Mm]illion\b", "*10^6"), (r"(?<=\d) ?[Bb]illion\b", "*10^9"),
+    (r"(?<=\d) ?([Hh]undred|[Tt]housand|[Mm]illion|[Bb]illion)\b",
+     lambda times: "*10^" + {"h": "2", "t": "3", "m": "6", "b": "9"}[times[1][0].lower()]),
+    (r"\\frac\{ ?([a-z]{4,}) ?\}\{ ?([a-z]{4,}) ?\}", r"\1/\2"),
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
     (r"(?i)^ ?(?:about|approximately|exactly|roughly|therefore|thus|given by|option) (?=\S)", ""),
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z
-    (r"(?<=\w|[)}])(?:,? |,)(?:(?:for (?:all|any|every|some)|where)\b[^,]*|\w ?∈ ?[NRZ]\b)", ""),
+    (r"(?<=\w|[)}])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,]*|\w ?∈ ?[NRZ]\b)", ""),
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 base 2
     (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),
     (r"[({](\d\w*)[)}] ?(?=_[\d{])| ?\(?\bbase (\d+)\)?", lambda base: base[1] or f"_{base[2]}"),
@@ -2470,10 +2534,11 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"^ ?‹ ?([(\[][^‹›]*[)\]]) ?›[ .]*$", r"\1"),
     # {x | x > 1}, {x ∈ R : x > 1} and (x > 1) are x > 1
     (r"^ ?(?:‹ ?\\?\w+ ?(?:∈ ?R ?)?[|:](.*[<>≤≥≠].*)›[ .]*|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),
-    (r"^ ?(?:R|[Aa]ll real numbers)[ .]*$", r"(-\\infty ,\\infty )"), (r"(?<=[)\]]) ?U ?(?=[(\[])", "∪"),
+    (r"^ ?(?:R|(?:[Tt]he set of )?[Aa]ll real numbers)[ .]*$", r"(-\\infty ,\\infty )"),
+    (r"(?<=[)\]]) ?U ?(?=[(\[])", "∪"),
     # formulas: |x| is \abs (x), like \floor and \ceil above; \frac12 is \frac{1}{2}
     (r"\|([^|]+)\|", r"(\\abs (\1))"),
-    (r"\\(frac|binom|log_) ?(\w)", r"\\\1{\2}"), (r"(\\(?:frac|binom)\{[^{}]*\}) ?(\w)", r"\1{\2}"),
+    (r"\\(frac|binom|log_|overline) ?(\w)", r"\\\1{\2}"), (r"(\\(?:frac|binom)\{[^{}]*\}) ?(\w)", r"\1{\2}"),
     # 2 1/2 and 2\frac{1}{2} are (2+1/2), 0.1\overline{6} is (0.10+6/90), 1.5 x 10^3 is 1.5*10^3
     (r"(?<![\w.^)}])(\d+)(?: (\d+/\d+)| ?(\\frac\{\d+\}\{\d+\}))", r"(\1+\2\3)"),
     (r"(\d+)\.(\d*)\\overline\{(\d+)\}", lambda d: f"({d[1]}.{d[2]}0+{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
@@ -2606,9 +2671,10 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
 # The unit after a number: words of four letters, or of three after a space, short units, and what goes with them, as in
 # "5 miles per hour" and "9.8 m s^{-2}". For "4210_5" it is the base, which the question names.
 _UNIT = re.compile(r"""
-    (?<=[\d)}\]\s]) \s* \(? (
+    (?<=[\d)}\]\s]) \s* \(? ( mod\d+ | /?
       (?: (?! (?: sin | cos | tan | log | exp | sqrt ) (?![a-z]) ) (?: [A-Za-z]{4,} | (?<=[\s(]) [A-Za-z]{3} )
-        | [ckm]?m | [km]?g | gm | m?[lL] | ft | in | mi | yd | lbs? | oz | mph | hrs? | of | [APap]\.?[Mm]
+        | [ckm]?m | [km]?g | gm | m?[lL] | ft | in | mi | yd | (?: lb | hr | min | sec | yr | wk | qt | pt )s?
+        | oz | mph | USD | of | [APap]\.?[Mm]
         | (?<=\s) k? (?: [NJVAWCFsh] | Hz | eV | Pa ) ) (?![A-Za-z])
       (?: \s? \^-?[23] | [23] | \s? \^? \{-?[23]\} | [\s./()-]+ (?: [A-Za-z]{2,} | [ahmsA-Z] ) (?![A-Za-z]) )* [\s.)]*
     | (?<=\d) _ \{?\d+\}? )$""", re.X)
@@ -2642,7 +2708,8 @@ def _split_unit(text: str) -> tuple[str, str]:
         numeric = r"(?:[^a-zA-Z\\]|\\[a-z]+)*" if re.match(" [mgL]", found[0]) else r"[-\d./*^{} ]+"
         if not re.fullmatch(numeric, number):
             return text, ""
-    unit = re.sub("[a-z]+", lambda word: _UNITS.get(word[0], word[0]), found[1].lower().replace(".", ""))
+    unit = found[1].lower().replace(".", "").replace("tre", "ter")  # 2 metres
+    unit = re.sub("[a-z]+", lambda word: _UNITS.get(word[0], word[0]), unit)
     return number, re.sub(r"[\s(){}^]", "", unit)
 
 

@@ -94,7 +94,7 @@ def pad_unlike_eos(tokenizer) -> int:
     """
     if tokenizer.pad_token_id == tokenizer.eos_token_id:
         special = sorted(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-        other = next(i for i in (*special, len(tokenizer) - 1, 0) if i != tokenizer.eos_token_id)
+        other = next(i for i in (*special, len(tokenizer) - 1, len(tokenizer) - 2) if i != tokenizer.eos_token_id)
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(other)
     return tokenizer.pad_token_id
 
@@ -163,7 +163,7 @@ def main(cfg: Config) -> None:
 
     # Differences of scores mean something, their zero does not: put it at the mean chosen answer. The head has no bias
     # to hold that shift, so model/config.json keeps it, and --reward subtracts it.
-    batch, blocks, _ = common.collate_preferences(data.items[:2000], pad_id, run.device)
+    batch, blocks, _ = common.collate_preferences(data.first(2000), pad_id, run.device)
     scores = common.all_scores(model, batch, blocks, cfg.micro_batch_tokens)
     model.config.reward_shift = scores[[rows[0] for rows in blocks]].mean().item()
     model.config.pad_token_id = pad_unlike_eos(tokenizer)

@@ -551,6 +551,35 @@ def test_the_first_token_of_all_has_no_logprob():
     assert torch.equal(as_floats, as_numbers)
 
 
+def test_a_left_padded_row_scores_as_it_does_alone_even_where_its_padding_is_among_the_last_columns():
+    model, _ = random_model("Qwen2")
+    row = torch.tensor([[7, 8, 9, 10]])
+    alone = torch.stack(common.token_logprobs(model, row, torch.ones_like(row), 3))
+    for left in (1, 2, 5):  # 5: all four tokens are among the last columns, and nothing predicts the first
+        ids, mask = torch.nn.functional.pad(row, (left, 0)), torch.nn.functional.pad(torch.ones_like(row), (left, 0))
+        ids, mask = torch.cat([ids, ids.flip(1)]), torch.cat([mask, torch.ones_like(mask)])
+        padded = torch.stack(common.token_logprobs(model, ids, mask, left + 3))[:, :1]
+        torch.testing.assert_close(padded[:, :, left:], alone)
+        assert (padded[:, :, :left] == 0).all()
+
+
+def test_a_model_that_transformers_does_not_know_is_scored_by_its_logits():
+    """Each token follows from the one before: a row of a 3 × 3 table of logits."""
+    class Bigram(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.tensor([[0.0, 0, 0], [0, 2, 0], [1, 0, 5]]))
+
+        def forward(self, input_ids, **kwargs):
+            return SimpleNamespace(logits=self.table[input_ids])
+
+    model, ids = Bigram(), torch.tensor([[0, 1, 2]])
+    with pytest.warns(UserWarning, match="Bigram"):
+        logprobs, _ = common.token_logprobs(model, ids, torch.ones_like(ids), 2)
+    # 1 after 0: 1/3. 2 after 1: 1 / (2 + e²).
+    torch.testing.assert_close(logprobs, torch.tensor([[-math.log(3), -math.log(2 + math.exp(2))]]))
+
+
 def test_a_boolean_attention_mask_is_one_too():
     model, tokenizer = random_model("Qwen2")
     ids, mask = torch.tensor([[5, 6, 7, 8], [0, 6, 7, 9]]), torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])

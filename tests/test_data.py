@@ -350,6 +350,15 @@ def test_a_template_opens_the_answer():
     assert common.render_prompt("1", tokenizer, "none") == ("1=", True)
 
 
+def test_a_template_that_can_leave_thinking_open_does_so_for_problems():
+    """Unasked, this template closes <think> at once. Answers in preference data have no such part."""
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = ("{% for m in messages %}{{ m['content'] }}{% endfor %}"
+                               "<think>{% if not open_thinking %}</think>{% endif %}")
+    assert common.render_prompt("1", tokenizer, "")[0].endswith("1<think>")
+    assert common.render_prompt("1", tokenizer, "", default="")[0].endswith("1<think></think>")
+
+
 def test_a_template_without_a_system_role():
     tokenizer = common.tiny_tokenizer()
     tokenizer.chat_template = ("{% for m in messages %}"

@@ -1,4 +1,5 @@
 """The reward model: its losses on hand-worked numbers, scores that padding does not change, and whole runs."""
+import functools
 import itertools
 import json
 import math
@@ -264,3 +265,21 @@ def test_a_pad_token_of_its_own_stays_and_without_special_tokens_a_rare_one_pads
     backend = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "b": 2}, unk_token="a"))
     bare = common.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
     assert reward_model.pad_unlike_eos(bare) == 2 == bare.pad_token_id
+    backend = Tokenizer(models.WordLevel({"!": 0, "a": 1, "<eos>": 2}, unk_token="a"))  # GPT-2's order: "!" is not rare
+    bare = common.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
+    assert reward_model.pad_unlike_eos(bare) == 1
+
+
+@pytest.mark.parametrize("architecture", ["Granite", "Mamba"])
+def test_an_architecture_without_a_classifier_gets_one(architecture, tmp_path):
+    """The score is the head's on the language model's last hidden state, also after saving and loading."""
+    model, tokenizer = random_model(architecture)
+    model.save_pretrained(tmp_path / "model")
+    ids = torch.tensor([tokenizer.encode("12+34=?")])
+    load = functools.partial(common.load_model, device=torch.device("cpu"), cls=AutoModelForSequenceClassification)
+    scorer = load(str(tmp_path / "model"), num_labels=1)
+    score = scorer.score(model.base_model(ids).last_hidden_state[0, -1])
+    torch.testing.assert_close(common.sequence_scores(scorer, ids, torch.ones_like(ids)), score)
+    scorer.save_pretrained(tmp_path / "scorer")
+    again = load(str(tmp_path / "scorer"), trainable=False)
+    torch.testing.assert_close(common.sequence_scores(again, ids, torch.ones_like(ids)), score)

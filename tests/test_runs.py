@@ -16,8 +16,10 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
 
 import common
+import grpo
 from helpers import ROOT, FakeRun, beside, few_problems, fork_script, random_model, read_metrics, run_script
 
 SCRIPTS = ["grpo", "dapo", "dr_grpo", "ppo", "dpo", "dpo --on_policy", "reward_model"]
@@ -86,6 +88,7 @@ GOOD_ROW = '{"prompt": "1+1=?", "answer": "2"}\n'
 @pytest.mark.parametrize("content, message", [
     ("", "no rows"), (GOOD_ROW + '{"prompt": "1+', "line 2: not JSON"),
     (GOOD_ROW + '{"prompt": "1+1=?"}', "line 2: no answer"),
+    (GOOD_ROW + '{"prompt": "1+1=?", "answer": " "}', "line 2: no answer"),
     (GOOD_ROW + '{"prompt": 5, "answer": "2"}', "line 2: want a prompt"),
     (GOOD_ROW + '{"prompt": "1+1=?", "answer": {}}', "line 2: the answer must be"),
     ("[]", "line 1: want a JSON object")])
@@ -106,6 +109,7 @@ def test_bad_rows(fails, tmp_path, content, message):
     (["--model", "runs/grpo/modle"], "runs/grpo/modle: no directory or hub id"),
     (["--group_size", 1], "--group_size 1: must be at least 2"),
     (["--steps", 0], "--steps 0: must be at least 1"), (["--prompts_per_step", -3], "--prompts_per_step -3"),
+    (["--prompts_per_step", 10 ** 11], "--prompts_per_step 100000000000: must be between 1 and 1000000"),
     (["--max_new_tokens", 0], "--max_new_tokens 0"), (["--lr", "nan"], "--lr nan"), (["--lr", "inf"], "--lr inf"),
     (["--lr", "fast"], "--lr"),
     (["--temperature", 0], "--temperature 0"), (["--clip_eps", 2], "--clip_eps 2"), (["--seed", 1.5], "--seed"),
@@ -253,14 +257,28 @@ def test_a_directory_that_is_no_model(fails, tmp_path):
 
 def test_tokenizer_and_model_that_do_not_fit(fails, tmp_path):
     model, tokenizer = random_model("Qwen2")
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    assert "no rows left" in fails("--model", tmp_path / "model", "--max_prompt_tokens", 1)  # and no advice on --lr
+    backend = Tokenizer(models.WordLevel({"<eos>": 0, "1": 1, "9": 500}, unk_token="1"))  # few tokens, a high id
+    common.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(tmp_path / "model")
+    assert "its tokenizer has ids up to 500, its embedding only 26 rows" in fails("--model", tmp_path / "model")
     model.resize_token_embeddings(12)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    assert "its tokenizer has 26 tokens, its embedding 12" in fails("--model", tmp_path / "model")
+    assert "its tokenizer has ids up to 25, its embedding only 12 rows" in fails("--model", tmp_path / "model")
+
+
+def test_nothing_is_built_before_a_bad_flag_is_noticed(fails, monkeypatch):
+    def build(*args):
+        raise AssertionError("built")
+    for name in ("train_tiny_model", "build_tiny_model", "build_tiny_preferences"):
+        monkeypatch.setattr(common, name, build)
+    assert "nowhere.jsonl: cannot be read" in fails("--eval_data", "nowhere.jsonl", script="reward_model")
+    assert "--max_new_tokens 1024: the context of tiny is 1024" in fails("--max_new_tokens", 1024)
 
 
 def test_flags_from_a_file_and_help(tmp_path, capsys):
-    import grpo
     path = write(tmp_path / "flags.yaml", "steps: 7\nlr: 1.0e-3\ndivide_by_std: false\neval_data:\n")
     cfg = common.parse_config(grpo.Config, [str(path), "--steps", "9"])
     assert (cfg.steps, cfg.lr, cfg.divide_by_std) == (9, 1e-3, False)
@@ -519,7 +537,6 @@ def test_every_evaluation_is_on_the_held_out_problems(script, tmp_path, monkeypa
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_non_finite_update_is_skipped_and_counted(bad, capsys):
-    import grpo
     cfg = grpo.Config(lr=0.1)
     model, critic = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     before = model.weight.detach().clone()
@@ -579,13 +596,12 @@ def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp
 
 def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
     """AdamW holds no state for such a part. Gemma 3's image tower is one."""
-    import grpo
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
 
-    def begin(resume):
+    def begin(resume, seed=0):
         torch.manual_seed(0)
         model = torch.nn.ModuleDict({"read": torch.nn.Linear(2, 1), "idle": torch.nn.Linear(2, 1)})
-        run = common.Run(grpo.Config(output_dir=str(tmp_path / "run"), resume=resume))
+        run = common.Run(grpo.Config(output_dir=str(tmp_path / "run"), resume=resume, seed=seed))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         schedule = transformers.get_constant_schedule(optimizer)
         run.start(common.Shuffled([1, 2], 0), policy=(model, optimizer, schedule))
@@ -602,6 +618,11 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
     run.save_checkpoint()
     whole, resumed = step(-2.0), begin(resume=True)[1](-2.0)
     assert all(map(torch.equal, whole, resumed))
+    config = tmp_path / "run" / "config.json"
+    config.write_text(config.read_text().replace('"seed": 0', '"seed": 5'))  # as if the checkpoint came from elsewhere
+    with pytest.raises(common.UserError, match="step-000001 is of another run: seed 0"):
+        begin(resume=True, seed=5)
+    config.write_text(config.read_text().replace('"seed": 5', '"seed": 0'))
     for file in (tmp_path / "run").glob("checkpoint/*/*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(common.UserError, match="is damaged.*(EOF|Error)"):
@@ -612,8 +633,9 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     """If a save fails half-way, the last checkpoint is still there, and the message says so."""
     directory = tmp_path / "run"
-    run = FakeRun(None)
+    run = FakeRun(grpo.Config())
     run.directory, run.next_step, run.extra, run.data = directory, 0, {}, common.Shuffled([1], 0)
+    run.script = "grpo.py"
     run.save_checkpoint()
     assert [path.name for path in run.checkpoints()] == ["step-000000"]
 
@@ -698,6 +720,7 @@ def run_in_two_processes(folder, scripts):
 import contextlib, importlib, sys
 sys.path.insert(0, {str(ROOT)!r})
 import common
+import grpo
 
 class Stopped(Exception):
     pass

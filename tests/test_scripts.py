@@ -117,4 +117,4 @@ def test_a_step_without_signal_says_so(script, tmp_path):
     (tmp_path / "reward.py").write_text("def same(prompt, completion, row):\n    return 1.0\n")
     done = run_script(f"{script}.py", *small(script, tmp_path, 2), "--group_size", 2, "--output_dir", tmp_path / "run",
                       "--reward", f"{tmp_path / 'reward.py'}:same", *["--overlong_buffer", 0] * (script == "dapo"))
-    assert done.returncode == 0 and "step 1: all advantages are 0, since the rewards of every group are equal" in done.stderr
+    assert done.returncode == 0 and "step 1: all advantages are 0" in done.stderr

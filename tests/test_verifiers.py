@@ -47,6 +47,11 @@ from common import extract_answer, format_reward, is_equivalent
     ("#### 18 eggs\n\nQuestion: 3+4", "18 eggs"), ("**Answer:** Janet makes **$18** a day.", "Janet makes $18 a day"),
     ("# Answer\n\nAll real numbers", "All real numbers"), ("**Final Answer**\n\nA and C", "A and C"),
     ("# Answer\n\nAdding both gives\n\\boxed{4}", "4"), ("# Answer\n\nA look back:\nThe answer is 4.", "4"),
+    ("A: There are 15 trees.\nThen there were 21.\nThe answer is 6.", "6"), ("The answer is equal to 6.", "6"),
+    ("Answer: 5\n\nThis answer is consistent with the 5 apples.", "5"), ("Answer: 5\nThe answer is clear.", "5"),
+    ("Final Answer: $120$. I hope it is correct.", "$120$"), ("So \\boxed5", "5"), ("The answer equals 6.", "6"),
+    ("Final Answer: The final answer is $120.$ I hope it is correct.", "$120"), ("The answer is simply 6.", "6"),
+    ("$x=\\boxed{2}$ or $x=\\boxed{-3}$", "2, -3"), ("The answer is $3!\\cdot 5!$", "$3!\\cdot 5!$"),
     ("#### 1. Read it\n\nThe answer is 4.", "4"), ("#### 1.5", "1.5"), ("Ans: 5", "5"), ("<Answer>5</Answer>", "5")])
 def test_the_last_answer_is_extracted(text, answer):
     assert extract_answer(text) == answer
@@ -181,7 +186,16 @@ SAME = [
     ("\\log_23", "\\log_2 3"),
     ("\\textbf{(B)}\\ 1,234", "1234"), ("\\sqrt13", "\\sqrt{13}"), ("\\sqrt[3]{-8}", "-2"), ("(-8)^{2/3}", "4"),
     ("|x-1|", "\\left|1-x\\right|"), ("|-5|", "5"), ("\\lfloor 7/2 \\rfloor", "3"), ("\\lceil -7/2 \\rceil", "-3"),
-    ("\\begin{cases} x=5 \\\\ y=2 \\end{cases}", "x=5,y=2"), ("x\\neq 2", "(-\\infty,2)\\cup(2,\\infty)")]
+    ("\\begin{cases} x=5 \\\\ y=2 \\end{cases}", "x=5,y=2"), ("x\\neq 2", "(-\\infty,2)\\cup(2,\\infty)"),
+    # spellings of old TeX, of time, and of what an answer is modulo
+    ("{-}50", "-50"), ("\\text{-}7", "-7"), ("89{}^\\circ", "89"), ("{1 \\over 2}", "0.5"), ("{5 \\choose 2}", "10"),
+    ("\\color{red}{2}", "2"), ("\\large 2", "2"), ("1.\\overline7", "16/9"), ("0.\\dot{3}", "1/3"), ("07:30", "7:30"),
+    ("5 PM", "5:00 p.m."), ("44 \\pmod{83}", "44"), ("x \\equiv 44 \\pmod{83}", "44 (\\text{mod } 83)"),
+    ("\\nicefrac{3}{4}", "0.75"), ("\\sin^2 30^\\circ", "1/4"), ("\\cos 60° = \\frac12", "0.5"),
+    ("12\\text{ yr}", "12 years"), ("12min", "12"), ("$1,400/month", "1400 per month"), ("5 litres", "5 liters"),
+    ("50 \\frac{\\text{miles}}{\\text{hour}}", "50 mph"), ("25^\\circ C", "25 degrees Celsius"), ("12 hundred", "1200"),
+    ("\\text{The set of all real numbers}", "\\mathbb{R}"),
+    ("The value of $x$ is 5.", "5"), ("The area is $12\\pi$.", "12\\pi"), ("Therefore, William makes $18 a day", "18")]
 
 
 @pytest.mark.parametrize("a, b", SAME)
@@ -233,7 +247,9 @@ def test_the_same_answer_written_another_way(a, b):
     ("The remainder is x - 3", "3"), ("The area is 16 pi square feet", "16"), ("It is not 18", "18"),
     ("The value is minus 5", "5"), ("The value is 5 sqrt x", "5"), ("The value is 5!", "5"),
     ("The total is 3 / x", "3"), ("The roots are 5 and x", "5"), ("The total is 5 hundred", "5"),
-    ("There are less than 18", "18"),
+    ("There are less than 18", "18"), ("The value of x is not 5", "5"), ("The area is 12\\pi", "12"),
+    ("44 \\pmod{83}", "44 \\pmod{84}"), ("44 \\pmod{83}", "45"), ("17 \\bmod 5", "17"), ("12 hundred", "12"),
+    ("5 PM", "5:00 AM"), ("\\sin 30^\\circ", "\\sin 30"), ("12 min", "12 sec"), ("5 litres", "5 metres"),
     ("Janet makes 18 from 9 eggs", "18"), ("Janet makes 18 every day", "81"), ("The answer lies near 3.5x", "3.5"),
     ("All real numbers except 3", "3"), ("The value is x^2 + 3", "3"), ("The ratio is 3:4", "3"),
     # what stands beside a name is compared to the last digit
