@@ -2247,8 +2247,8 @@ class Run:
     def state(self) -> dict:
         """All that a checkpoint holds. The tensors are the live ones: `dcp.load` fills them in place."""
         fixed = {name: value for name, value in vars(self.cfg).items() if name not in self.MAY_CHANGE}
-        state = {"run": {"script": self.script, **fixed}, "position": self.data.position, "extra": self.extra,
-                 "bad_steps": {name: self.bad_steps[name] for name in self.trained}, "updates": {},
+        state = {"run": json.dumps({"script": self.script, **fixed}), "position": self.data.position,
+                 "extra": self.extra, "bad_steps": {name: self.bad_steps[name] for name in self.trained}, "updates": {},
                  "random": torch.get_rng_state()}  # the same on every rank
         for name, (model, optimizer, schedule) in self.trained.items():
             state["updates"][name] = schedule.last_epoch
@@ -2291,12 +2291,13 @@ class Run:
             raise UserError(f"--resume: {self.directory} has done {self.next_step - 1} steps, more than --steps")
         try:
             state = self.state()
-            own = dict(state["run"])  # `dcp.load` writes into the dicts too
+            own = json.loads(state["run"])
             dcp.load(state, checkpoint_id=path)
+            saved = json.loads(state["run"])
         # Damaged files can raise any error, and CheckpointException is not a subclass of Exception.
         except (Exception, dcp.api.CheckpointException) as error:
             raise UserError(f"--resume: {path} is damaged or of another model: {innermost(error)}") from error
-        if other := [f"{name} {value}" for name, value in state["run"].items() if own.get(name) != value]:
+        if other := [f"{name} {value}" for name, value in saved.items() if own.get(name) != value]:
             raise UserError(f"--resume: {path} is of another run: {', '.join(other)}")
         self.data.position, self.extra = state["position"], state["extra"]
         self.bad_steps.update(state["bad_steps"])
