@@ -48,7 +48,9 @@ def summary(metrics: list[dict]) -> dict[str, float]:
     row = {"before": evaluations[0], "after": evaluations[-1]}
     if "accuracy" in steps[-1]:
         row["sampled"] = np.mean([m["accuracy"] for m in steps[-10:]])
-    row |= {title: np.mean([m[key] for m in steps[-10:]]) for key, title in COLUMNS.items() if key in steps[-1]}
+    for key, title in COLUMNS.items():
+        if values := [m[key] for m in steps[-10:] if m.get(key) is not None]:  # a step without an update has no entropy
+            row[title] = np.mean(values)
     row["seconds"] = sum(m["seconds"] for m in steps)
     row["1,000 tokens"] = sum(m["tokens"] for m in steps) / 1000
     row["peak MB"] = max(m["peak_memory_mb"] for m in steps)
