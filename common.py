@@ -315,7 +315,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
     """The tokenizer of a directory or hub id. Where it has no pad token, EOS pads: masks come from positions."""
     with one_line_errors(f"--model {name}: no directory or hub id that has a tokenizer"):
         if not os.path.isdir(name) and not huggingface_hub.try_to_load_from_cache(name, "config.json"):
-            huggingface_hub.model_info(name, timeout=30)  # without network, each download would retry for half a minute
+            # Without network this fails at once. The downloads below would retry for half a minute each.
+            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, "config.json"), timeout=30)
         # For some model types (Qwen2 is one) AutoTokenizer replaces a generic tokenizer.json by the architecture's own
         # tokenizer, which splits text differently. The one that came with the model is right.
         kind = get_tokenizer_config(name, trust_remote_code=trust_remote_code).get("tokenizer_class")
@@ -770,8 +771,9 @@ def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
     """--data and --eval_data, as problems or by another `read(data, split)`."""
     read = read or functools.partial(read_problems, need_answer=cfg.reward == "verifier")
     held_out = cfg.eval_data or (cfg.data if is_built_in(cfg.data) else "")  # a file has no held-out part
-    held_out = read(held_out, "eval") if held_out else []  # first: if it is a missing file, nothing is built for --data
-    return read(cfg.data, "train"), held_out
+    parts = sorted({"train": cfg.data, "eval": held_out}.items(), key=lambda part: is_built_in(part[1]))
+    rows = {split: read(data, split) if data else [] for split, data in parts}  # files first: one may be missing
+    return rows["train"], rows["eval"]
 
 
 def tokenize(tokenizer, texts: list[str], special: bool) -> list[list[int]]:
@@ -1922,9 +1924,9 @@ def say(message: str) -> None:
 def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
     """Say so when all advantages of a step are 0, and what to try: it is no bug, but nothing is learned either."""
     if not advantages.any():
-        say(f"step {step}: all advantages are 0, since the rewards of every group are equal or DAPO left it out, and "
-            "nothing is learned. If this goes on: easier or harder problems, a larger --group_size, a higher "
-            "--temperature, more --max_new_tokens, or --format_reward 0.1 to begin with")
+        say(f"step {step}: all advantages are 0 and nothing is learned: rewards are equal within every group (in DAPO, no "
+            "group is both right and wrong). If this goes on: easier or harder problems, a larger --group_size, a "
+            "higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin with")
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -2217,6 +2219,7 @@ class Run:
         if step and (stop_signal or self.failing or step % self.cfg.save_every == 0 or step == self.cfg.steps):
             self.save_checkpoint()
         if self.failing:
+            self.close()
             raise TrainingFailed(f"--max_bad_steps {self.cfg.max_bad_steps}: so many updates in a row had a non-finite "
                                  "loss or gradient; saved. Look at the data and the reward, or start again with a "
                                  "lower --lr")
@@ -2370,7 +2373,7 @@ _HEADING = re.compile(r"""
                | \d+[.):][ ]+[A-Za-z] ) )
     ) (\**[^\s*].*)""", re.X | re.M)
 _BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|(?P<open>\{)|(?P<close>\})|\\[{}]")
-_BETWEEN_BOXES = re.compile(r"\\[()\[\]]|\\q?quad|\\text|\b\w ?=|[\s${}]")  # may stand there beside "and" or a comma
+_BETWEEN_BOXES = re.compile(r"\\[()\[\]]|\\q?quad|\\text|(?<=or )\$?\w ?=|[\s${}]")  # beside "and" or a comma
 _PHRASE = re.compile(r"""
     # "The final answer is: 18", "The answer to the question (in dollars) is 18"; not "The answer is correct"
     ^.* (?: answers? | correct[ ](?:option|choice) ) (?: [ ](?: \( | to[ ] | in[ ] ) [^\n:=]{,50} )?
@@ -2403,7 +2406,7 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
         if not marked:
             break
         end, answer = max(marked)
-        if "#" not in headings.get(end, "#"):
+        if "#" not in headings.get(end, "#") and re.match(r"[A-Z][\w']*,? [a-z]", answer):  # a sentence
             after = text[end:]
         text = answer = answer.strip()
     if answer is None and "<answer>" in text and not closed_only:
@@ -2444,7 +2447,8 @@ _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; 
         | pi | sqrt | log | mod | [b-zB-Z] )\b )  (?: (?:So|Thus|Hence|Therefore|In[ ]total|Together|Altogether),?[ ] )?
     [A-Z][\w']*,?[ ][a-z]+[ ] (?: [\w ',.;:/$-] | (?<=[a-z]{2})\^ )*
     """, re.X)
-_STATEMENT = re.compile(r"[A-Z][^=]* (?:is|are|equals) (?!not )(.+)")  # The area is 12\pi
+# The area is 12\pi
+_STATEMENT = re.compile(r"(?!(?:.* (?:is|are|equals) ){2})[A-Z][^=]* (?:is|are|equals) (?!not )(.+)")
 _NUMBER = re.compile(r"(?<![\w.^/:])-?\d+(?:\.\d+)?(?:/\d+)?(?![\w/:^]|\.\d)")
 
 
@@ -2483,7 +2487,7 @@ _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currenc
     ")": r"\rangle \rfloor \rceil ⌋ ⌉", "\\floor (": r"\lfloor ⌊", "\\ceil (": r"\lceil ⌈",
     "\\frac": r"\dfrac \tfrac \cfrac \nicefrac \sfrac", "\\binom": r"\dbinom \tbinom", "\\ldots ": r"... \dots \cdots",
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"
-              r" \boldsymbol \bm \mathit \mathsf \textsf \texttt \emph \underline", "\\overline": r"\bar \dot",
+              r" \boldsymbol \bm \mathit \mathsf \textsf \texttt \emph \underline", "\\overline": r"\bar",
     "\\epsilon": r"\varepsilon", "\\phi": r"\varphi", "\\emptyset": r"\varnothing ∅", "\\infty ": "∞", "\\sqrt ": "√",
     "\\pi ": "π", "\\theta ": "θ", "\\alpha ": "α", "\\beta ": "β", "\\lambda ": "λ"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
@@ -2496,17 +2500,17 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (_MARKS, ""),
     (_SYMBOL, lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0])),
     # degrees are left out, but not in \sin 30^\circ
-    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?|\bdegrees?\b", "°"),
-    (r"(?<!arc)((?:sin|cos|tan|cot|sec|csc)(?: ?\^ ?\{?\d\}?)? ?)(\([^()]*\)|\d+(?:\.\d+)? ?°)",
+    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?|\bdegrees? (?=[CFK])", "°"),
+    (r"(?<!arc)((?:sin|cos|tan|cot|sec|csc)(?: ?\^ ?\{?\d\}?)? ?)(\([^()]*\)|\{[^{}]*\}|\d+(?:\.\d+)? ?°)",
      lambda angle: f"{angle[1]}({angle[2]})".replace("°", r"*\pi/180")),
     (r"°", " "),
     (r"\\text\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 "),
-    (r"\{ ?([-+]?) ?\}|\\(?:text)?color ?\{\w+\}", r"\1"),
+    (r"\{ ?([-+]) ?\}|(?<=.)\{ ?\}|\\(?:text)?color ?\{\w+\}", r"\1"),
     (r"\s+", " "),
     (r"\{([^{}]*)\\(over|choose)\b([^{}]*)\}",
      lambda pair: rf"\{'frac' if pair[2] == 'over' else 'binom'}{{{pair[1].strip()}}}{{{pair[3].strip()}}}"),
-    # 44 \pmod{83} and 44 (mod 83) are 44 mod83, 07:30 is 7:30, 5:00 PM is 5 PM
-    (r" ?(?:\\pmod ?\{? ?|\( ?\\?b?mod )(\d+) ?[})]?", r" mod\1"), (r"\b0(?=\d:\d\d)|:00(?= ?[AaPp]\.?[Mm]\b)", ""),
+    # 44 \pmod{83} and 44 (mod 83) are 44 mod83, 07:30 is 7:30
+    (r" ?(?:\\pmod ?\{? ?|\( ?\\?b?mod )(\d+) ?[})]?", r" mod\1"), (r"\b0(?=\d:\d\d)", ""),
     # words: 12^{th} is 12, 2 million is 2*10^6, 8 square feet is 8 feet^2, about 45 is 45
     (r"(?<=\d) ?\^? ?(?:\{ ?(?:st|nd|rd|th) ?\}|(?:st|nd|rd|th)\b)", " "),
     (r"(?<=\d) ?([Hh]undred|[Tt]housand|[Mm]illion|[Bb]illion)\b",
@@ -2542,7 +2546,8 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\\(frac|binom|log_|overline) ?(\w)", r"\\\1{\2}"), (r"(\\(?:frac|binom)\{[^{}]*\}) ?(\w)", r"\1{\2}"),
     # 2 1/2 and 2\frac{1}{2} are (2+1/2), 0.1\overline{6} is (0.10+6/90), 1.5 x 10^3 is 1.5*10^3
     (r"(?<![\w.^)}])(\d+)(?: (\d+/\d+)| ?(\\frac\{\d+\}\{\d+\}))", r"(\1+\2\3)"),
-    (r"(\d+)\.(\d*)\\overline\{(\d+)\}", lambda d: f"({d[1]}.{d[2]}0+{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
+    (r"(\d+)\.(\d*)\\(?:overline|dot)\{(\d+)\}",
+     lambda d: f"({d[1]}.{d[2]}0+{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
     (r"(?<=\d) ?x ?(?=10\^)", "*"),
     # 1,234 is a number, but (1,234) is a pair: only before the first bracket
     (r"^[^(\[‹]*", lambda head: _THOUSANDS.sub(lambda number: number[0].replace(number[1], ""), head[0]))]]
@@ -2672,8 +2677,8 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
 # The unit after a number: words of four letters, or of three after a space, short units, and what goes with them, as in
 # "5 miles per hour" and "9.8 m s^{-2}". For "4210_5" it is the base, which the question names.
 _UNIT = re.compile(r"""
-    (?<=[\d)}\]\s]) \s* \(? ( mod\d+ | /?
-      (?: (?! (?: sin | cos | tan | log | exp | sqrt ) (?![a-z]) ) (?: [A-Za-z]{4,} | (?<=[\s(]) [A-Za-z]{3} )
+    (?<=[\d)}\]\s]) \s* \(? ( mod\d+ | (?:
+        (?! (?: sin | cos | tan | log | exp | sqrt ) (?![a-z]) ) (?: /? [A-Za-z]{4,} | (?<=[\s(]) [A-Za-z]{3} )
         | [ckm]?m | [km]?g | gm | m?[lL] | ft | in | mi | yd | (?: lb | hr | min | sec | yr | wk | qt | pt )s?
         | oz | mph | USD | of | [APap]\.?[Mm]
         | (?<=\s) k? (?: [NJVAWCFsh] | Hz | eV | Pa ) ) (?![A-Za-z])
@@ -2686,6 +2691,8 @@ _UNITS = {"m": "meter", "mi": "mile", "g": "gram", "lb": "pound", "lbs": "pound"
 def _same_value(a: str, b: str) -> bool:
     """Compare two numbers, formulas or texts, and units where both have one: 5 km is 5 and 5 kilometers, not 5 cm."""
     (a, a_unit), (b, b_unit) = _split_unit(a), _split_unit(b)
+    if {"am", "pm"} & {a_unit, b_unit}:
+        a, b = a.removesuffix(":00"), b.removesuffix(":00")
     short, long = sorted((a_unit, b_unit), key=len)
     if short:  # most abbreviations are letters of the word, in their order; signs and digits are not left out
         letters = iter(long)

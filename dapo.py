@@ -6,7 +6,7 @@
     reward   R              →  R + length penalty           soft_overlong_penalty   (eq. 13)
     reward   1 or 0         →  1 or −1                      load_reward             (eq. 7)
     KL       β·KL           →  none                         dapo_loss               (section 2.3)
-    loss     of all         →  of all, or of finished ones  --overlong_filtering    (section 3.4)
+    loss     of all         →  of finished ones (opt-in)    --overlong_filtering    (section 3.4)
 
 To switch one off: --clip_high 0.2, --no_dynamic_sampling, --loss_average sequence, --overlong_buffer 0. By default,
 as in grpo.py, a rollout gets a single update, which clips nothing; the paper makes 16 (--minibatches 16).

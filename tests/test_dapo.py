@@ -271,7 +271,7 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
 
 
 def test_few_rows_make_few_updates(tmp_path, monkeypatch):
-    """With fewer groups than asked for, there are fewer minibatches, of the usual size: here two rows, one group."""
+    """With fewer groups than asked for, there are fewer minibatches, of the usual size: two rows."""
     steps = record_run(
         monkeypatch, "dapo.py", tmp_path / "run", "--steps", 3, "--prompts_per_step", 4, "--group_size", 2,
         "--minibatches", 4, "--max_generation_batches", 1)

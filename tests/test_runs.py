@@ -1,6 +1,7 @@
 """Whole runs: clear errors, exact resumption, and the same numbers for any number of processes."""
 import importlib
 import json
+import math
 import os
 import random
 import shutil
@@ -585,7 +586,8 @@ def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp
         return run, model, optimizer, schedule
 
     first = begin()
-    first[0].end_step(1, {})
+    first[0].end_step(1, {"loss": math.nan})
+    assert '"loss": null' in (tmp_path / "run" / "metrics.jsonl").read_text()  # strict JSON parsers refuse NaN
     first[0].save_checkpoint()
     for run, model, optimizer, schedule in (first, begin(resume=True)):
         assert run.next_step == 2

@@ -48,6 +48,7 @@ from common import extract_answer, format_reward, is_equivalent
     ("# Answer\n\nAll real numbers", "All real numbers"), ("**Final Answer**\n\nA and C", "A and C"),
     ("# Answer\n\nAdding both gives\n\\boxed{4}", "4"), ("# Answer\n\nA look back:\nThe answer is 4.", "4"),
     ("A: There are 15 trees.\nThen there were 21.\nThe answer is 6.", "6"), ("The answer is equal to 6.", "6"),
+    ("Answer: 5 cm\n\nWith a radius of 3, the answer would be 27.", "5 cm"), ("$x=\\boxed{2}, y=\\boxed{3}$", "3"),
     ("Answer: 5\n\nThis answer is consistent with the 5 apples.", "5"), ("Answer: 5\nThe answer is clear.", "5"),
     ("Final Answer: $120$. I hope it is correct.", "$120$"), ("So \\boxed5", "5"), ("The answer equals 6.", "6"),
     ("Final Answer: The final answer is $120.$ I hope it is correct.", "$120"), ("The answer is simply 6.", "6"),
@@ -195,6 +196,7 @@ SAME = [
     ("12\\text{ yr}", "12 years"), ("12min", "12"), ("$1,400/month", "1400 per month"), ("5 litres", "5 liters"),
     ("50 \\frac{\\text{miles}}{\\text{hour}}", "50 mph"), ("25^\\circ C", "25 degrees Celsius"), ("12 hundred", "1200"),
     ("\\text{The set of all real numbers}", "\\mathbb{R}"),
+    ("v^2/g", "\\frac{v^2}{g}"), ("\\sin{30^\\circ}", "\\sin 30^\\circ"), ("12:00", "12:00 PM"), ("2^{}", "2"),
     ("The value of $x$ is 5.", "5"), ("The area is $12\\pi$.", "12\\pi"), ("Therefore, William makes $18 a day", "18")]
 
 
@@ -250,6 +252,8 @@ def test_the_same_answer_written_another_way(a, b):
     ("There are less than 18", "18"), ("The value of x is not 5", "5"), ("The area is 12\\pi", "12"),
     ("44 \\pmod{83}", "44 \\pmod{84}"), ("44 \\pmod{83}", "45"), ("17 \\bmod 5", "17"), ("12 hundred", "12"),
     ("5 PM", "5:00 AM"), ("\\sin 30^\\circ", "\\sin 30"), ("12 min", "12 sec"), ("5 litres", "5 metres"),
+    ("v^2/g", "v^2"), ("5/m", "5"), ("It is false that f is odd", "odd"), ("The total is 5 and the rest is 3", "3"),
+    ("90 degrees", "90 radians"),
     ("Janet makes 18 from 9 eggs", "18"), ("Janet makes 18 every day", "81"), ("The answer lies near 3.5x", "3.5"),
     ("All real numbers except 3", "3"), ("The value is x^2 + 3", "3"), ("The ratio is 3:4", "3"),
     # what stands beside a name is compared to the last digit
