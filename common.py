@@ -200,6 +200,7 @@ def leave_together(code: int = 0) -> None:
 
 
 def leave(code: int) -> None:
+    """Exit this process, whatever the other ranks do."""
     if world_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()

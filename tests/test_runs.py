@@ -722,7 +722,6 @@ def run_in_two_processes(folder, scripts):
 import contextlib, importlib, sys
 sys.path.insert(0, {str(ROOT)!r})
 import common
-import grpo
 
 class Stopped(Exception):
     pass
