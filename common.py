@@ -1171,7 +1171,7 @@ def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: in
     # Eager attention (Gemma 2) holds three copies of all heads' scores, sdpa only a mask.
     attention = 3 * heads if model.config._attn_implementation == "eager" else 1
     activations = (3 * mlp_width + attention * prompt_length) * prompt_length / group_size
-    logits = (2 + 4 * 4) * config.vocab_size  # bytes: bfloat16, and four times float32 in `pick_tokens`
+    logits = 3 * 4 * config.vocab_size  # bytes: `pick_tokens` has logits, tempered logits and probabilities
     return max(1, int(free / 2 / ((cache + activations) * element + logits)))
 
 
@@ -1195,7 +1195,7 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     def forward(ids, mask, positions):
         extra = {"position_ids": positions} if has_positions else {}
         return model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1,
-                     **extra, **{cache_name: cache}).logits[:, -1].float()
+                     **extra, **{cache_name: cache}).logits[:, -1]
 
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits = forward(prompt_ids[first:last], mask if padded else None, positions)[rows]  # [n, V]
@@ -1391,9 +1391,10 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
     n, V = logits.shape
     size = min(V, 512)
     if temperature != 1.0:
-        logits = logits / temperature
-    weights = logits.new_zeros(n, -(-V // size) * size)  # probabilities, not normalised; zeros after the last
-    torch.exp(logits - logits.amax(-1, keepdim=True), out=weights[:, :V])
+        logits = logits.float() / temperature
+    weights = logits.new_empty(n, -(-V // size) * size, dtype=torch.float32)  # probabilities, not normalised
+    torch.sub(logits, logits.amax(-1, keepdim=True).float(), out=weights[:, :V]).exp_()
+    weights[:, V:] = 0
     weights = weights.view(n, -1, size)
     sums = weights.sum(-1).double()  # [n, blocks]
     below = sums.cumsum(-1)

@@ -526,10 +526,10 @@ def test_rows_fit_where_they_take_half_of_the_free_memory(monkeypatch):
     480 for the MLP's gate, up and product: 3 · 64 · 10 of the prompt, shared by 4 rows;
     25 for the mask: 10 · 10 of the prompt, shared by 4 rows.
 
-    Each logit takes 18 bytes. A quarter of the machine's memory counts as free, hence 4 · 2 · 100 times a row.
+    Each logit takes 12 bytes. A quarter of the machine's memory counts as free, hence 4 · 2 · 100 times a row.
     """
     model, _ = random_model("Qwen2")
-    memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * ((1024 + 480 + 25) * 4 + 18 * model.config.vocab_size)}
+    memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * ((1024 + 480 + 25) * 4 + 12 * model.config.vocab_size)}
     monkeypatch.setattr(common.os, "sysconf", memory.get)
     assert common.rows_that_fit(model, 10, 6, 4) == 100
 
@@ -899,7 +899,7 @@ def test_no_draw_beyond_the_last_token():
 
 def test_rows_fit_by_the_models_head_width(monkeypatch):
     model, _ = random_model("Qwen3", head_dim=16)
-    memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * ((2048 + 480 + 25) * 4 + 18 * model.config.vocab_size)}
+    memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * ((2048 + 480 + 25) * 4 + 12 * model.config.vocab_size)}
     monkeypatch.setattr(common.os, "sysconf", memory.get)
     assert common.rows_that_fit(model, 10, 6, 4) == 100
 
@@ -907,7 +907,7 @@ def test_rows_fit_by_the_models_head_width(monkeypatch):
 def test_rows_fit_with_the_scores_of_eager_attention(monkeypatch):
     model, _ = random_model("Qwen2")
     model.config._attn_implementation = "eager"
-    row = (1024 + 480 + 25 * 3 * 4) * 4 + 18 * model.config.vocab_size  # three copies of the scores of 4 heads
+    row = (1024 + 480 + 25 * 3 * 4) * 4 + 12 * model.config.vocab_size  # three copies of the scores of 4 heads
     memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * row}
     monkeypatch.setattr(common.os, "sysconf", memory.get)
     assert common.rows_that_fit(model, 10, 6, 4) == 100
