@@ -18,9 +18,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import common
 
+aten = torch.ops.aten
 ROOT = Path(__file__).parent.parent
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              max_position_embeddings=256)
@@ -132,20 +135,47 @@ def few_pairs(folder) -> Path:
     return path
 
 
+class RecordedGraph(TorchDispatchMode):
+    """A CUDA graph for a CPU: it records the operations that run under it, and `replay` repeats them on the same memory.
+
+    So what Python computed in between is not computed again. Operations whose result Python would have to wait for fail.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        assert operation.overloadpacket not in (aten._local_scalar_dense, aten.nonzero, aten.equal, aten._unique2)
+        results = operation(*args, **(kwargs or {}))
+        self.operations.append((operation, args, kwargs or {}, results))
+        return results
+
+    def replay(self):
+        for operation, args, kwargs, results in self.operations:
+            for old, new in zip(tree_leaves(results), tree_leaves(operation(*args, **kwargs))):
+                if isinstance(new, torch.Tensor) and new.data_ptr() != old.data_ptr():  # neither a view nor in place
+                    old.copy_(new)
+
+
 def use_graph_steps(monkeypatch) -> list:
-    """Let a CPU decode with GraphStep, which there captures nothing. Returns a list, to be filled with the rows and the
-    width of each one that is made."""
+    """Let a CPU decode with GraphStep and a RecordedGraph. Returns a list, to be filled with the rows and the width of
+    each one that is made."""
     steps, new_step, new_layer = [], common.GraphStep.__init__, common.RoomyLayer.__init__
 
-    def noted(self, *args):
+    def recorded(self, *args):
         new_step(self, *args)
+        self.run()  # as on CUDA, once before the capture
+        self.graph = RecordedGraph()
+        with self.graph:
+            self.logits = self.run()
         steps.append((len(self.ids), self.width))
 
     def zeroed(self, *args):  # as on CUDA: columns to come are read, with weight 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "empty", torch.zeros)
             new_layer(self, *args)
-    monkeypatch.setattr(common.GraphStep, "__init__", noted)
+    monkeypatch.setattr(common.GraphStep, "__init__", recorded)
     monkeypatch.setattr(common.RoomyLayer, "__init__", zeroed)
     monkeypatch.setattr(common, "LEAST_COLUMNS", 64)  # lower limits, because the tests' rows are short and few
     monkeypatch.setattr(common, "LEAST_ROWS", 4)
