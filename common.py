@@ -1171,7 +1171,7 @@ def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: in
     # Eager attention (Gemma 2) holds three copies of all heads' scores, sdpa only a mask.
     attention = 3 * heads if model.config._attn_implementation == "eager" else 1
     activations = (3 * mlp_width + attention * prompt_length) * prompt_length / group_size
-    logits = 3 * 4 * config.vocab_size  # bytes: `pick_tokens` has logits, tempered logits and probabilities
+    logits = 3 * 4 * config.vocab_size  # bytes of float32: logits, tempered logits, probabilities (`pick_tokens`)
     return max(1, int(free / 2 / ((cache + activations) * element + logits)))
 
 
@@ -1380,7 +1380,7 @@ def capture_step(model, forward, cache, mask, column: int) -> GraphStep | None:
 
 
 def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[n, V] logits -> [n] token ids: draws from softmax(logits / temperature), the likeliest if that is 0.
+    """[n, V] logits, of any dtype -> [n] token ids: draws from softmax(logits / temperature); at 0, the likeliest.
 
     The draw is the first token whose cumulative probability exceeds the uniform number. The sums are float64, because
     float32 would round the share of rare tokens away. To sum up the whole vocabulary like that would be slow, so it is
@@ -1394,7 +1394,7 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
         logits = logits.float() / temperature
     weights = logits.new_empty(n, -(-V // size) * size, dtype=torch.float32)  # probabilities, not normalised
     torch.sub(logits, logits.amax(-1, keepdim=True).float(), out=weights[:, :V]).exp_()
-    weights[:, V:] = 0
+    weights[:, V:] = 0  # the last block may be longer than what is left of the vocabulary
     weights = weights.view(n, -1, size)
     sums = weights.sum(-1).double()  # [n, blocks]
     below = sums.cumsum(-1)
@@ -1926,8 +1926,8 @@ def say(message: str) -> None:
 def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
     """Say so when all advantages of a step are 0, and what to try: it is no bug, but nothing is learned either."""
     if not advantages.any():
-        say(f"step {step}: all advantages are 0 and nothing is learned: rewards are equal within every group (in DAPO, no "
-            "group is both right and wrong). If this goes on: easier or harder problems, a larger --group_size, a "
+        say(f"step {step}: all advantages are 0 and nothing is learned: rewards are equal within every group (in DAPO, "
+            "no group is both right and wrong). If this goes on: easier or harder problems, a larger --group_size, a "
             "higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin with")
 
 

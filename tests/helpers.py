@@ -136,9 +136,9 @@ def few_pairs(folder) -> Path:
 
 
 class RecordedGraph(TorchDispatchMode):
-    """A CUDA graph for a CPU: it records the operations that run under it, and `replay` repeats them on the same memory.
+    """A CUDA graph for a CPU: it records the operations that run under it; `replay` repeats them on the same memory.
 
-    So what Python computed in between is not computed again. Operations whose result Python would have to wait for fail.
+    What Python computed in between is not computed again. An operation that would make Python wait for the GPU fails.
     """
 
     def __init__(self):

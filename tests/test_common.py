@@ -597,7 +597,7 @@ def test_without_a_pad_token_eos_pads():
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "GPT2", "Mistral", "Gemma2", "Falcon", "Doge"])
 def test_the_step_that_cuda_captures_samples_the_same(architecture, monkeypatch):
-    """GraphStep, in which a RecordedGraph is the CUDA graph. Rows end and leave, the width grows, prompts are padded."""
+    """GraphStep, with a RecordedGraph as its CUDA graph. Rows end and leave, the width grows, prompts are padded."""
     model, tokenizer = random_model(architecture)
 
     def draw(temperature):
