@@ -2378,8 +2378,10 @@ _BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|(?P<open>\{)|(?P<close>\})|\\
 _BETWEEN_BOXES = re.compile(r"\\[()\[\]]|\\q?quad|\\text|(?<=or )\$?\w ?=|[\s${}]")  # beside "and" or a comma
 _PHRASE = re.compile(r"""
     # "The final answer is: 18", "The answer to the question (in dollars) is 18"; not "The answer is correct"
-    ^.* (?: answers? | correct[ ](?:option|choice) ) (?: [ ](?: \( | to[ ] | in[ ] ) [^\n:=]{,50} )?
-    (?: [ ](?: is | are | (?:should|must|would)[ ]be ) (?: [ ](?: simply | equal[ ]to ) )? | [ ]equals | : | [ ]= )
+    ^.* (?: answers? | correct[ ](?:option|choice) )
+    (?: ,?[ ](?: \( | (?: to | in | as | expressed | rounded )[ ] ) [^\n:=]{,50} )?
+    (?: [ ](?: is | are | (?:should|must|would|will)[ ]be ) (?: [ ](?: simply | just | equal[ ]to | given[ ]by ) )?
+        | [ ]equals | : | [ ]= )
     :? \** \s* (?: \}\s* )?
     (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
     # up to the end of the sentence or a reason: "18 dollars because ..."; whole: "$5! = 120$", "5 sq. ft."
@@ -2480,8 +2482,8 @@ def is_equivalent(prediction, answer) -> bool:
 
 
 _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
-    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \large \Large \! \( \) \[ \] "
-        r"\$ $ € £ ₹ ¥ \% % ¢",
+    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \large \Large \LARGE \huge \! \( \) "
+        r"\[ \] \$ $ € £ ₹ ¥ \% % ¢",
     " ": r"\, \: \; \quad \qquad ~ \rm \bf \ ", ",": "; &", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄",
     "^": "**", "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
     "=": r"\equiv ≡", "≠": r"\ne \neq !=", "∈": r"\in", "±": r"\pm \mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
@@ -2497,7 +2499,7 @@ _SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>!]=|[$%~;&]|[^\x00-\x7f
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?![\d,]|/\d)")
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
     # symbols: x² is x^{2}, x₁ is x_{1}; NFKC makes 1/2 of ½, and up to eighteen characters of others, hence the cut
-    (r"([⁻⁰¹²³⁴-⁹]+)", r"^{\1}"), (r"([₀-₉]+)", r"_{\1}"), (r"([¼½¾⅐-⅞])", r" \1"),
+    (r"([⁻⁰¹²³⁴-⁹]+)", r"^{\1}"), (r"([₀-₉]+)", r"_{\1}"), (r"([¼½¾⅐-⅞])", r" \1"), (r"[º˚]", "°"),
     (r"(?s)^.+", lambda text: unicodedata.normalize("NFKC", text[0])[:LONGEST_ANSWER]),
     (_MARKS, ""),
     (_SYMBOL, lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0])),
@@ -2513,18 +2515,19 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
      lambda pair: rf"\{'frac' if pair[2] == 'over' else 'binom'}{{{pair[1].strip()}}}{{{pair[3].strip()}}}"),
     # 44 \pmod{83} and 44 (mod 83) are 44 mod83, 07:30 is 7:30
     (r" ?(?:\\pmod ?\{? ?|\( ?\\?b?mod )(\d+) ?[})]?", r" mod\1"), (r"\b0(?=\d:\d\d)", ""),
-    # words: 12^{th} is 12, 2 million is 2*10^6, 8 square feet is 8 feet^2, about 45 is 45
+    # words: 12^{th} is 12, 2 million is 2*10^6, 8 square feet is 8 feet^2, about 45 is 45, an ellipse is ellipse
     (r"(?<=\d) ?\^? ?(?:\{ ?(?:st|nd|rd|th) ?\}|(?:st|nd|rd|th)\b)", " "),
     (r"(?<=\d) ?([Hh]undred|[Tt]housand|[Mm]illion|[Bb]illion)\b",
      lambda times: "*10^" + {"h": "2", "t": "3", "m": "6", "b": "9"}[times[1][0].lower()]),
     (r"\\frac\{ ?([a-z]{4,}) ?\}\{ ?([a-z]{4,}) ?\}", r"\1/\2"),
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
-    (r"(?i)^ ?(?:about|approximately|exactly|roughly|therefore|thus|given by|option) (?=\S)", ""),
+    (r"(?i)^ ?(?:about|approximately|exactly|roughly|therefore|thus|given by|option|choice) (?=\S)", ""),
+    (r"(?i)^ ?an? (?=[a-z]{5,}[ .]*$)", ""),
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z
     (r"(?<=\w|[)}])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,]*|\w ?∈ ?[NRZ]\b)", ""),
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 base 2
     (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),
-    (r"[({](\d\w*)[)}] ?(?=_[\d{])| ?\(?\bbase (\d+)\)?", lambda base: base[1] or f"_{base[2]}"),
+    (r"[({]([\dA-F]\w*)[)}] ?(?=_[\d{])| ?\(?\bbase (\d+)\)?", lambda base: base[1] or f"_{base[2]}"),
     # \begin{cases} x = 1 \\ y = 2 \end{cases} is x = 1, y = 2
     (r"\\begin\{cases\}((?:(?!\\end\{cases).)*)\\end\{cases\}", lambda system: system[1].replace(r"\\", ",")),
     # matrices: \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} is [[1,2],[3,4]]; a factor before one goes to each entry
@@ -2548,7 +2551,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\\(frac|binom|log_|overline) ?(\w)", r"\\\1{\2}"), (r"(\\(?:frac|binom)\{[^{}]*\}) ?(\w)", r"\1{\2}"),
     # 2 1/2 and 2\frac{1}{2} are (2+1/2), 0.1\overline{6} is (0.10+6/90), 1.5 x 10^3 is 1.5*10^3
     (r"(?<![\w.^)}])(\d+)(?: (\d+/\d+)| ?(\\frac\{\d+\}\{\d+\}))", r"(\1+\2\3)"),
-    (r"(\d+)\.(\d*)\\(?:overline|dot)\{(\d+)\}",
+    (r"(\d*)\.(\d*)\\(?:overline|dot)\{(\d+)\}",
      lambda d: f"({d[1]}.{d[2]}0+{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
     (r"(?<=\d) ?x ?(?=10\^)", "*"),
     # 1,234 is a number, but (1,234) is a pair: only before the first bracket
@@ -2684,8 +2687,9 @@ _UNIT = re.compile(r"""
         | [ckm]?m | [km]?g | gm | m?[lL] | ft | in | mi | yd | (?: lb | hr | min | sec | yr | wk | qt | pt )s?
         | oz | mph | USD | of | [APap]\.?[Mm]
         | (?<=\s) k? (?: [NJVAWCFsh] | Hz | eV | Pa ) ) (?![A-Za-z])
-      (?: \s? \^-?[23] | [23] | \s? \^? \{-?[23]\} | [\s./()-]+ (?: [A-Za-z]{2,} | [ahmsA-Z] ) (?![A-Za-z]) )* [\s.)]*
-    | (?<=\d) _ \{?\d+\}? )$""", re.X)
+      (?: [\s.]* \^-?[23] | [23] | \s? \^? \{-?[23]\}
+        | [\s./()-]+ (?: [A-Za-z]{2,} | [ahmsA-Z] ) (?![A-Za-z]) )* [\s.)]*
+    | (?<=\d) _ \{?[ ]?\d+[ ]?\}? )$""", re.X)
 _UNITS = {"m": "meter", "mi": "mile", "g": "gram", "lb": "pound", "lbs": "pound", "oz": "ounce", "per": "/",
           "mph": "mile/hour", "foot": "feet"}
 
@@ -2788,7 +2792,7 @@ def _values(text: str) -> list:
     point with a chance of about 1 in 1,000, and hardly ever at all three. Nothing is drawn at random, so the verdict
     on a pair never changes. Where the text is no formula, this raises one of the errors that `_same` catches.
     """
-    text = re.sub(r"(?<=[a-zA-Z)}])(?=\d+\^)|(?<=!)(?=\d)", "*", text)  # n2^n, (n-1)2^n, 3!7!; but x2 is not 2x
+    text = re.sub(r"(?<=[a-zA-Z)}]) ?(?=\d+\^)|(?<=!)(?=\d)", "*", text)  # n2^n, (n-1)2^n, 3!7!; but x2 is not 2x
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
     tokens, values = [], []  # a stack with the first token on top, and ";" at the bottom
 
