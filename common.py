@@ -332,6 +332,22 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
     return tokenizer
 
 
+def turn_end(tokenizer) -> int:
+    """The token that ends an answer: the special token that the chat template puts after one, or else EOS.
+
+    Some chat models have an EOS that ends documents and another token that ends turns, as Gemma's <end_of_turn>.
+    """
+    answer = "Good evening."
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "Hello."},
+                                              {"role": "assistant", "content": answer}], tokenize=False)
+    except Exception:  # there is none, or it refuses these messages: templates are programs
+        return tokenizer.eos_token_id
+    after = tokenizer(text.rpartition(answer)[2].strip(), add_special_tokens=False)["input_ids"]
+    added = tokenizer.added_tokens_decoder.get(after[0]) if after else None
+    return after[0] if added is not None and added.special else tokenizer.eos_token_id
+
+
 @contextlib.contextmanager
 def one_line_errors(what: str):
     """Turn any exception into a UserError: libraries raise all kinds for a wrong name, path or file."""
@@ -421,6 +437,8 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
+    if policy.can_generate():  # Qwen2.5's base models have a chat template, and a config in which no turn ends
+        policy.generation_config.eos_token_id = sorted({*eos_ids(policy, tokenizer), turn_end(tokenizer)})
     return policy, tokenizer
 
 
@@ -892,7 +910,7 @@ class Preference:
     prompt: str
     prompt_ids: list[int]
     answers: list[str]
-    answer_ids: list[list[int]]   # each ends with EOS, unless it was cut
+    answer_ids: list[list[int]]   # each ends with its EOS (`turn_end`), unless it was cut
     scores: list[float]           # falling; equal ones are a tie and make no pair
     margin: float = 0.0           # optional `margin` of a row: by how much r⁺ should exceed r⁻
     ref_logprobs: torch.Tensor | None = None  # [K] of the answers under the reference, once dpo.py has computed them
@@ -980,16 +998,17 @@ def is_number(value) -> bool:
 
 
 def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str) -> list[Preference]:
-    """Fill in the token ids. Answers end with EOS, or are cut at --max_completion_tokens or the end of the context."""
+    """Fill in the token ids. Answers get their `turn_end`, or are cut at --max_completion_tokens or where the context
+    ends."""
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="")
     answers = [answer for preference in kept for answer in preference.answers]
     with one_line_errors(f"{what}: the tokenizer cannot read an answer"):
         ids = iter(tokenize(tokenizer, answers, special=False))
-    cut, eos = 0, tokenizer.eos_token_id
+    cut, end = 0, turn_end(tokenizer)
     for preference in kept:
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
         whole = [next(ids) for _ in preference.answers]
-        whole = [answer + [eos] * (answer[-1:] != [eos]) for answer in whole]  # some data has it already
+        whole = [answer + [end] * (answer[-1:] != [end]) for answer in whole]  # some data has it already
         preference.answer_ids = [answer[:room] for answer in whole]
         cut += sum(len(answer) > room for answer in whole)
     if cut:
@@ -1104,7 +1123,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     prompts: strings (or a single one), used as they are, without a chat template; or lists of token ids. Temperature 0
     is greedy. Any top-k, top-p or penalty in the model's generation config is ignored: the policy that is scored must
     be the policy that sampled. Collective: every rank passes the same prompts, decodes its share of the rows and gets
-    the whole rollout. Raises ValueError if the ranks' prompts differ, or if a prompt has no tokens.
+    the whole rollout. Raises ValueError if the ranks' prompts differ, if there are none, or if one has no tokens.
 
     A token is drawn by inverting the cumulative distribution at a uniform random number. Every (row, position) has its
     own number, drawn up front. So apart from rounding in the model, the samples do not depend on which rows share a
@@ -1114,14 +1133,14 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     temperature = 0 if greedy else temperature
     prompts = [prompts] if isinstance(prompts, str) else prompts
-    if isinstance(prompts[0], str):
+    if all(isinstance(prompt, str) for prompt in prompts):
         prompts = encode(tokenizer, [(prompt, False) for prompt in prompts])
     else:
         prompts = [[int(token) for token in prompt] for prompt in prompts]
     if len(set(gather_in_order([zlib.crc32(repr(prompts).encode())]))) > 1:  # a checksum is enough
         raise ValueError("sample is collective: every rank must pass the same prompts")
-    if not all(prompts):
-        raise ValueError("a prompt without tokens: there is nothing to condition on")
+    if not prompts or not all(prompts):
+        raise ValueError("no prompt, or a prompt without tokens: there is nothing to condition on")
     prompt_ids, prompt_mask, _ = collate(prompts, [[]] * len(prompts), pad_id, device)  # [P, L]
     N = len(prompts) * group_size
     draw = torch.rand if temperature else torch.zeros  # greedy decoding does not move the random state
@@ -1188,7 +1207,8 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     padded = not mask.all()  # otherwise the model gets no mask, which allows faster kernels
     cache = DynamicCache(config=model.config)
     cache_name = "past_key_values" if takes(model, "past_key_values") else "cache_params"  # Mamba
-    if not takes(model, cache_name) or not model._supports_default_dynamic_cache():  # RWKV, MiniMax
+    if (not takes(model, cache_name) or not model._supports_default_dynamic_cache()  # RWKV, MiniMax
+            or model.config.model_type == "recurrent_gemma"):  # it keeps a part of its state elsewhere
         raise UserError(f"{type(model).__name__} takes no DynamicCache, so it cannot be sampled from")
     has_positions = takes(model, "position_ids")
 
@@ -1466,13 +1486,12 @@ def hidden_states(model, input_ids, attention_mask, row, last, logits: bool = Fa
     """Hidden states [n, H], or the model's own logits [n, V], at token last[i] of row row[i], where the first real
     token of a row is number 0.
 
-    Each row is shifted left by its padding, so that it begins at column 0 with position 0. In a causal model a token
-    does not see what follows it, so no attention mask is needed and the fast causal kernels run.
+    The real tokens of each row move to the left, so that it begins at column 0 with position 0. In a causal model a
+    token does not see what follows it, so no attention mask is needed and the fast causal kernels run.
     """
     width = int(last.max()) + 1 if len(row) else 1
-    start = attention_mask.argmax(1)  # [B] the first real column
-    columns = torch.arange(width, device=input_ids.device) + start[:, None]
-    ids = input_ids.gather(1, columns.clamp(max=input_ids.shape[1] - 1))  # [B, width]
+    real_first = attention_mask.argsort(dim=1, descending=True, stable=True)  # columns, [B, L+T]
+    ids = input_ids.gather(1, real_first[:, :width])  # [B, width]
     if logits:
         out = model(input_ids=ids, use_cache=False).logits
     elif can_share_prefixes(model) and (shared := prefix_to_share(ids)):
@@ -1827,13 +1846,13 @@ def load_reward_model(cfg):
 
 
 def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prompt: str) -> Batch:
-    """The N sequences of a rollout in another model's tokens, EOS included where a completion is finished.
+    """The N sequences of a rollout in another model's tokens, with its `turn_end` where a completion is finished.
 
     The last token of each prompt counts as part of the completion, so that no completion is empty.
     """
     prompts = encode(tokenizer, [render_prompt(row_prompt(p.row), tokenizer, system_prompt) for p in problems])
-    texts = tokenize(tokenizer, rollout.completions, special=False)
-    completions = [prompt[-1:] + text + [tokenizer.eos_token_id] * finished
+    texts, end = tokenize(tokenizer, rollout.completions, special=False), turn_end(tokenizer)
+    completions = [prompt[-1:] + text + [end] * finished
                    for prompt, text, finished in zip(prompts, texts, rollout.finished.tolist())]
     prompts = [prompt[:-1] for prompt in prompts]
     return collate(prompts, completions, tokenizer.pad_token_id, rollout.mask.device)
@@ -1924,9 +1943,9 @@ def say(message: str) -> None:
 
 
 def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
-    """Say so when all advantages of a step are 0, and what to try: it is no bug, but nothing is learned either."""
+    """Say so when all advantages of a step are 0, and what to try: it is no bug, but the step teaches nothing."""
     if not advantages.any():
-        say(f"step {step}: all advantages are 0 and nothing is learned: rewards are equal within every group (in DAPO, "
+        say(f"step {step}: all advantages are 0, so it teaches nothing: rewards are equal within every group (in DAPO, "
             "no group is both right and wrong). If this goes on: easier or harder problems, a larger --group_size, a "
             "higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin with")
 

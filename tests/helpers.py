@@ -54,8 +54,8 @@ def random_model(architecture: str, seed: int = 0, **changes):
     if architecture == "RecurrentGemma":
         sizes.update(num_key_value_heads=1, block_types=("recurrent", "attention"))
     config_class = getattr(transformers, architecture + "Config")
-    config = config_class(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
-                          eos_token_id=tokenizer.eos_token_id, **{**sizes, **changes})
+    config = config_class(pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+                          eos_token_id=tokenizer.eos_token_id, **{"vocab_size": len(tokenizer), **sizes, **changes})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():  # larger than usual, so that greedy choices are not close to ties

@@ -563,6 +563,15 @@ def test_a_left_padded_row_scores_as_it_does_alone_even_where_its_padding_is_amo
         assert (padded[:, :, :left] == 0).all()
 
 
+def test_padding_between_prompt_and_completion_changes_nothing():
+    """As where prompts were padded on the right."""
+    model, _ = random_model("Qwen2")
+    row, ids = torch.tensor([[7, 8, 9, 10, 11]]), torch.tensor([[7, 8, 3, 3, 9, 10, 11], [7, 8, 12, 13, 9, 10, 11]])
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 1], [1] * 7])
+    alone = torch.stack(common.token_logprobs(model, row, torch.ones_like(row), 3))
+    torch.testing.assert_close(torch.stack(common.token_logprobs(model, ids, mask, 3))[:, :1], alone)
+
+
 def test_a_model_that_transformers_does_not_know_is_scored_by_its_logits():
     """Each token follows from the one before: a row of a 3 × 3 table of logits."""
     class Bigram(torch.nn.Module):
@@ -762,8 +771,9 @@ def test_several_eos_ids_all_end_a_completion():
 
 def test_a_prompt_has_a_token_at_least():
     model, tokenizer = random_model("Qwen2")
-    with pytest.raises(ValueError, match="without tokens"):
-        common.sample(model, tokenizer, ["1+1=?", ""], 1, 4)
+    for prompts in (["1+1=?", ""], []):
+        with pytest.raises(ValueError, match="without tokens"):
+            common.sample(model, tokenizer, prompts, 1, 4)
 
 
 def test_ranks_cannot_sample_different_prompts(monkeypatch):
@@ -810,9 +820,10 @@ def test_finished_at_the_limit():
     assert (rollout.finished & (rollout.lengths == 2)).any()
 
 
-@pytest.mark.parametrize("architecture", ["Rwkv", "MiniMax"])
+@pytest.mark.parametrize("architecture", ["Rwkv", "MiniMax", "RecurrentGemma"])
 def test_a_model_without_a_dynamic_cache(architecture):
-    """RWKV's forward takes its state under another name, and MiniMax's takes a cache of its own class."""
+    """RWKV's forward takes its state under another name, MiniMax's takes a cache of its own class, and RecurrentGemma
+    keeps a part of its state in its modules, where the rows of a group would not find it."""
     model, tokenizer = random_model(architecture)
     with pytest.raises(common.UserError, match="takes no DynamicCache"):
         common.sample(model, tokenizer, PROMPTS, 1, 4)

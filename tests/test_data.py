@@ -528,6 +528,38 @@ def test_an_answer_that_brings_its_eos_gets_no_second_one():
     assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<eos>", "4<eos>"]
 
 
+def chat_tokenizer(ends_turn: str):
+    """The tiny tokenizer with a special token <turn>, and a template that puts `ends_turn` after every message."""
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}" + ends_turn + "{% endfor %}"
+    return tokenizer
+
+
+def test_an_answer_ends_with_what_ends_a_turn():
+    """Gemma's template ends turns with <end_of_turn> and a newline; its EOS ends documents."""
+    tokenizer = chat_tokenizer("<turn> ")
+    preference = common.Preference("1", [], ["46", "4<turn>"], [], [2.0, 1.0])
+    common.encode_preferences([preference], tokenizer, encode_config(), "--data")
+    assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<turn>", "4<turn>"]
+
+
+def test_without_a_token_that_ends_turns_eos_does():
+    for ends_turn in ("", ",", "</answer>", "{{ raise_exception('no assistant') }}"):  # nothing special; an error
+        assert common.turn_end(chat_tokenizer(ends_turn)) == common.tiny_tokenizer().eos_token_id
+
+
+def test_sampling_stops_where_the_chat_template_ends_a_turn(tmp_path):
+    """Qwen2.5's base models have a chat template, but a generation config in which only documents end."""
+    tokenizer = chat_tokenizer("<turn>")
+    model = random_model("Qwen2", vocab_size=len(tokenizer))[0]
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    policy, tokenizer = common.load_policy(policy_config(tmp_path), cpu)
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<turn>")]
+    assert common.eos_ids(policy, tokenizer) == policy.generation_config.eos_token_id == ends
+
+
 def test_no_bos_stands_between_prompt_and_answer():
     tokenizer = with_bos()
     preference = common.Preference("1", [], ["46", "4"], [], [2.0, 1.0])
