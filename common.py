@@ -1858,18 +1858,6 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     return collate(prompts, completions, tokenizer.pad_token_id, rollout.mask.device)
 
 
-@contextlib.contextmanager
-def unchanged():
-    """Undo what the code inside may change for the whole process: the working directory, gradients switched off."""
-    here = os.open(".", os.O_RDONLY)
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        os.fchdir(here)
-        os.close(here)
-
-
 def load_reward_function(spec: str):
     """FILE.py:FUNCTION -> function(problem, completion) -> float. If it fails, a UserError shows the row and why."""
     path, _, name = spec.rpartition(":")
@@ -1884,7 +1872,7 @@ def load_reward_function(spec: str):
         source = importlib.util.spec_from_file_location(module_name, path)
         module = importlib.util.module_from_spec(source)
         sys.modules[module_name] = module  # so that pickle, and with it multiprocessing, finds what the file defines
-        with unchanged():
+        with contextlib.chdir("."), torch.enable_grad():  # whatever the file changes of these is undone
             source.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
@@ -1896,7 +1884,7 @@ def load_reward_function(spec: str):
 
     def checked(problem: Problem, completion: str) -> float:
         try:
-            with unchanged():
+            with contextlib.chdir("."), torch.enable_grad():
                 reward = function(problem.prompt, completion, copy.deepcopy(problem.row))
         except KeyboardInterrupt:
             raise
