@@ -275,10 +275,6 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def on_all_ranks(mine: bool) -> bool:
-    return all(gather_in_order([mine]))
-
-
 def gather_in_order(mine: list) -> list:
     """Concatenate every rank's list, in rank order: the inverse of dealing out by `my_share`."""
     if world_size() == 1:
@@ -299,15 +295,17 @@ def my_share(total: int) -> range:
 
 
 def on_main_rank_first(work):
-    """Run `work()` on rank 0 while the others wait. If it fails, every rank raises its error."""
-    problem = None
+    """Run `work()` on rank 0 while the others wait. If it fails, every rank raises its error. Returns its result on
+    rank 0, None on the others."""
+    result = problem = None
     if rank() == 0:
         try:
-            work()
+            result = work()
         except (UserError, OSError) as error:
             problem = error
     if problem := from_main_rank(problem):
         raise problem
+    return result
 
 
 # ------------------------------------------------------------------------------------------------------ models
@@ -383,7 +381,7 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
         for key, value in text_config.to_dict().items():
             if "drop" in key and isinstance(value, float):
                 setattr(text_config, key, 0.0)
-    dtype, loaded = torch.float32 if trainable else compute_dtype(device), []
+    dtype = torch.float32 if trainable else compute_dtype(device)
 
     def read_weights():
         with one_line_errors(errors), torch.random.fork_rng(devices=[]):  # a new head draws random numbers
@@ -391,12 +389,11 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
                                                 trust_remote_code=trust_remote_code, output_loading_info=True)
             if missing := set(report["missing_keys"]) - ({"score.weight"} if trainable else set()):
                 raise UserError(f"--model {name}: no weights for {min(missing)}")  # they would stay random
-            loaded.append(model)
-    on_main_rank_first(read_weights)
+            return model
+    model = on_main_rank_first(read_weights)
     if rank() > 0:
         with torch.device("meta"):
-            loaded.append(cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code))
-    [model] = loaded
+            model = cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     if cls is AutoModelForSequenceClassification and not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise UserError(f"--model {name}: {type(model).__name__} has no scalar head named score")
     model.saved_dtype = saved_dtype
@@ -1025,7 +1022,7 @@ def build_tiny_preferences(data: str, split: str) -> Path:
     tiny = build_tiny_model(data)
     recipe = [inspect.getsource(part) for part in (build_tiny_preferences, sample, decode, pick_tokens)]
     path = Path(f"{tiny}-ranked-{split}-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:6]}", "ranked.jsonl")
-    if on_all_ranks(path.exists()):
+    if from_main_rank(path.exists()):
         return path
     tokenizer, model = load_tokenizer(tiny), AutoModelForCausalLM.from_pretrained(tiny)
     problems, completions, lines = read_problems(data, split)[:8000], [], []
