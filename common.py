@@ -1078,21 +1078,17 @@ def eos_ids(model, tokenizer) -> list[int]:
 
 def join_drawn(drawn, pad_id: int):
     """[(problems, rollout, rewards, correct), ...] -> one of each, padded to the longest prompt and completion."""
-    batches, rollouts, rewards, correct = zip(*drawn)
-    L = max(r.input_ids.shape[1] - r.mask.shape[1] for r in rollouts)
-    T = max(r.mask.shape[1] for r in rollouts)
+    problems, rollouts, rewards, correct = zip(*drawn)
+    widths = [(r.input_ids.shape[1] - r.mask.shape[1], r.mask.shape[1]) for r in rollouts]  # of prompts, completions
+    L, T = map(max, zip(*widths))
 
-    def pad(rollout, tensor, value):  # [n, l+t] -> [n, L+T]
-        t = rollout.mask.shape[1]
-        return F.pad(tensor, (L + t - tensor.shape[1], T - t), value=value)
-
-    attention_mask = torch.cat([pad(r, r.attention_mask, 0) for r in rollouts])
+    def join(tensors, value):  # [n, l+t] each -> [N, L+T]
+        return torch.cat([F.pad(x, (L - l, T - t), value=value) for x, (l, t) in zip(tensors, widths)])
+    attention_mask = join([r.attention_mask for r in rollouts], 0)
     rollout = Rollout(
-        input_ids=torch.cat([pad(r, r.input_ids, pad_id) for r in rollouts]),
-        attention_mask=attention_mask, mask=attention_mask[:, L:].bool(),
-        completions=[text for r in rollouts for text in r.completions],
-        finished=torch.cat([r.finished for r in rollouts]))
-    return sum(batches, []), rollout, torch.cat(rewards), torch.cat(correct)
+        join([r.input_ids for r in rollouts], pad_id), attention_mask, attention_mask[:, L:].bool(),
+        sum((r.completions for r in rollouts), []), torch.cat([r.finished for r in rollouts]))
+    return sum(problems, []), rollout, torch.cat(rewards), torch.cat(correct)
 
 
 @contextlib.contextmanager
