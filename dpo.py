@@ -62,17 +62,6 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta: float, label_smoo
     return losses, {name: value.detach() for name, value in stats.items()}
 
 
-def sequence_logprobs(model, input_ids, attention_mask, T: int, temperature: float) -> torch.Tensor:
-    """log π(y|x) of each row: the sum over its answer's tokens, EOS included."""
-    logprobs, _ = token_logprobs(model, input_ids, attention_mask, T, temperature)
-    return logprobs.sum(dim=1)
-
-
-def all_sequence_logprobs(model, batch, blocks, cfg: Config) -> torch.Tensor:
-    """log π(y|x) [N] of the rows in `blocks`, without gradient, on every rank; 0 elsewhere, or if model is None."""
-    return common.rollout_logprobs(model, batch, [blocks], cfg.micro_batch_tokens, cfg.temperature).sum(dim=1)
-
-
 AT_ONCE = 1000  # preferences to collate together: a whole file, padded, may not fit into memory
 
 
@@ -82,7 +71,8 @@ def answer_logprobs(model, preferences, tokenizer, cfg: Config, device) -> list[
     for start in range(0, len(preferences), AT_ONCE):
         some = preferences[start:start + AT_ONCE]
         batch, blocks, _ = common.collate_preferences(some, tokenizer.pad_token_id, device)
-        logprobs += all_sequence_logprobs(model, batch, blocks, cfg).split([len(rows) for rows in blocks])
+        summed = common.rollout_logprobs(model, batch, [blocks], cfg.micro_batch_tokens, cfg.temperature).sum(dim=1)
+        logprobs += summed.split([len(rows) for rows in blocks])
     return logprobs
 
 
@@ -152,7 +142,8 @@ def main(cfg: Config) -> None:
                     pairs.append([2 * p, 2 * p + 1])
                 elif second > first:
                     pairs.append([2 * p + 1, 2 * p])
-            ref_logprobs = all_sequence_logprobs(reference, batch, pairs, cfg)  # [N]
+            ref_logprobs = common.rollout_logprobs(
+                reference, batch, [pairs], cfg.micro_batch_tokens, cfg.temperature).sum(dim=1)  # [N], 0 for ties
             metrics = {
                 "reward": rewards.mean().item(),
                 "accuracy": correct.float().mean().item(),
@@ -165,7 +156,8 @@ def main(cfg: Config) -> None:
         # 2. Update. Each pair weighs 1 / pairs of the step, so the gradients of micro-batches just add up.
         total_loss = torch.zeros((), device=run.device)
         for rows, input_ids, attention_mask, T in common.micro_batches(batch, pairs, cfg.micro_batch_tokens):
-            logprobs = sequence_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [2B]
+            # log π(y|x) [2B]: the sum over an answer's tokens, EOS included
+            logprobs = token_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)[0].sum(dim=1)
             chosen, rejected = rows[::2], rows[1::2]  # a pair's rows are adjacent
             losses, stats = dpo_loss(
                 logprobs[::2], logprobs[1::2],

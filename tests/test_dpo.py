@@ -77,7 +77,7 @@ def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
 
     def in_micro_batches():
         for rows, input_ids, attention_mask, T in common.micro_batches(batch, blocks, max_tokens):
-            logprobs = dpo.sequence_logprobs(model, input_ids, attention_mask, T, 1.0)
+            logprobs = common.token_logprobs(model, input_ids, attention_mask, T, 1.0)[0].sum(dim=1)
             losses, _ = dpo.dpo_loss(logprobs[::2], logprobs[1::2], references[rows[::2]], references[rows[1::2]], 0.1)
             (losses.sum() / 3).backward()
 
