@@ -557,9 +557,8 @@ def write_directory(directory: Path, fill, replace: bool = True) -> None:
 
     replace=False is for processes that may build the same thing at once: the first to finish wins.
     """
-    temporary, old = directory.with_name(f"{directory.name}.tmp"), directory.with_name(f"{directory.name}.old")
-    if not replace:
-        temporary = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
+    old = directory.with_name(f"{directory.name}.old")
+    temporary = directory.with_name(f"{directory.name}.tmp" if replace else f"{directory.name}.tmp-{os.getpid()}")
     try:
         for left in (temporary, old):  # by a process that was killed
             remove(left)
@@ -1847,8 +1846,7 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     texts, end = tokenize(tokenizer, rollout.completions, special=False), turn_end(tokenizer)
     completions = [prompt[-1:] + text + [end] * finished
                    for prompt, text, finished in zip(prompts, texts, rollout.finished.tolist())]
-    prompts = [prompt[:-1] for prompt in prompts]
-    return collate(prompts, completions, tokenizer.pad_token_id, rollout.mask.device)
+    return collate([prompt[:-1] for prompt in prompts], completions, tokenizer.pad_token_id, rollout.mask.device)
 
 
 def load_reward_function(spec: str):
@@ -2212,8 +2210,7 @@ class Run:
             self.bar.set_postfix({name: format(metrics[name], spec) for name, spec in shown.items() if name in metrics},
                                  refresh=False)
             self.bar.update(step > 0)
-        evaluation = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval_")]
-        if evaluation:
+        if evaluation := [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval_")]:
             say(f"step {step}: {', '.join(evaluation)}")
 
         self.next_step = step + 1
@@ -2265,9 +2262,8 @@ class Run:
                 if parameter.requires_grad:
                     moments[key] = optimizer.state[parameter]
                     if not moments[key]:  # no gradient has reached it yet: what AdamW would begin with
-                        moments[key]["step"] = torch.zeros((), device=parameter.device)
-                        moments[key]["exp_avg"] = torch.zeros_like(parameter)
-                        moments[key]["exp_avg_sq"] = torch.zeros_like(parameter)
+                        moments[key].update(step=torch.zeros((), device=parameter.device),
+                                            exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
         return state
 
     def save_checkpoint(self) -> None:
