@@ -1728,23 +1728,19 @@ def micro_batches(batch, blocks: list, max_tokens: int):
     ids = batch.input_ids[rows].where(batch.attention_mask[rows] > 0, -1)
     copy_of = dict(zip(rows, distinct_rows(ids)[1].tolist()))  # row: a number that equal rows share
 
-    waiting = collections.deque(sorted(blocks, key=lambda block: (-max(total[row] for row in block), block)))
     dealt = []  # the micro-batches, each a list of blocks
-    while waiting:
-        group, held, tokens, L, T = [], set(), 0, 0, 0
-        longest = max(total[row] for row in waiting[0])
-        while waiting:
-            block = waiting[0]
-            new = {copy_of[row]: total[row] for row in block if copy_of[row] not in held}
-            held |= new.keys()
-            tokens += sum(new.values())
-            L, T = max(L, *(prompt[row] for row in block)), max(T, *(completion[row] for row in block))
-            size = len(held) * (L + T)
-            padding = 1 - tokens / len(held) / longest  # of what is computed, where rows are shifted left
-            if group and size > max_tokens / 4 and (size > max_tokens or padding > MAX_PADDING):
-                break
-            group.append(waiting.popleft())
-        dealt.append(group)
+    held, L, T = {}, 0, 0  # of the last one: the tokens of its distinct rows, and its widths
+    for block in sorted(blocks, key=lambda block: (-max(total[row] for row in block), block)):
+        new = {copy_of[row]: total[row] for row in block}
+        widths = max(prompt[row] for row in block), max(completion[row] for row in block)
+        held |= new
+        L, T = max(L, widths[0]), max(T, widths[1])
+        size = len(held) * (L + T)
+        padding = 1 - sum(held.values()) / len(held) / max(held.values())  # as computed: with rows shifted left
+        if not dealt or size > max_tokens / 4 and (size > max_tokens or padding > MAX_PADDING):
+            dealt.append([])
+            held, (L, T) = new, widths
+        dealt[-1].append(block)
     while len(dealt) % world_size():  # halve the micro-batch with most blocks until there is one for each rank
         i = dealt.index(max(dealt, key=len))
         half = (len(dealt[i]) + 1) // 2
