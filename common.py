@@ -1175,15 +1175,14 @@ def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: in
     mlp_width = np.max(size("intermediate_size") or 4 * config.hidden_size)  # Gemma 3n has a list
     if model.device.type == "cuda":  # what PyTorch has reserved but does not use is free too
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        element = 2  # bytes
     else:  # a quarter of the machine's memory
-        free, element = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4, 4
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     cache = 2 * config.num_hidden_layers * cache_width * (prompt_length + max_new_tokens)
     # Eager attention (Gemma 2) holds three copies of all heads' scores, sdpa only a mask.
     attention = 3 * heads if model.config._attn_implementation == "eager" else 1
     activations = (3 * mlp_width + attention * prompt_length) * prompt_length / group_size
     logits = 3 * 4 * config.vocab_size  # bytes of float32: logits, tempered logits, probabilities (`pick_tokens`)
-    return max(1, int(free / 2 / ((cache + activations) * element + logits)))
+    return max(1, int(free / 2 / ((cache + activations) * compute_dtype(model.device).itemsize + logits)))
 
 
 def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, uniforms, temperature):
