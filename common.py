@@ -14,9 +14,9 @@
 Shapes:  P prompts, G completions of each, N = P·G rows, L padded prompt length, T padded completion length,
          V vocabulary, H hidden size, B rows of a micro-batch.
 
-In a torchrun job every process holds the whole rollout (token ids are small) and computes the same rewards, advantages
-and weights from it as a single process would. Only the expensive work is divided: `sample` decodes this rank's rows,
-`micro_batches` deals out this rank's share of the update, and gradients are summed over ranks.
+In a torchrun job every process holds the whole rollout (token ids are small) and works with the same rewards,
+advantages and weights as a single process would. Only the expensive work is divided: `sample` decodes this rank's rows,
+`load_reward` judges them, `micro_batches` deals out this rank's share of the update, and gradients are summed.
 """
 import argparse
 import cmath
@@ -183,8 +183,8 @@ def launch(main, Config) -> None:
         elif not isinstance(error, UserError):
             raise
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            # Most errors reach all ranks, and rank 0 reports them: when it exits, torchrun ends this process. If it is
-            # still there after this wait, the error was its own.
+            # Most errors reach all ranks, and rank 0 reports them: when it exits, torchrun ends this process. One that
+            # is still there after this wait has an error of its own.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(15)
         tqdm.write(f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -294,7 +294,7 @@ def my_share(total: int) -> range:
     return range(total * rank() // world_size(), total * (rank() + 1) // world_size())
 
 
-def on_main_rank_first(work):
+def on_main_rank(work):
     """Run `work()` on rank 0 while the others wait. If it fails, every rank raises its error. Returns its result on
     rank 0, None on the others."""
     result = problem = None
@@ -390,7 +390,7 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
             if missing := set(report["missing_keys"]) - ({"score.weight"} if trainable else set()):
                 raise UserError(f"--model {name}: no weights for {min(missing)}")  # they would stay random
             return model
-    model = on_main_rank_first(read_weights)
+    model = on_main_rank(read_weights)
     if rank() > 0:
         with torch.device("meta"):
             model = cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -549,7 +549,7 @@ def save_model(model, tokenizer, directory: Path) -> None:
         model.config.dtype = model.saved_dtype  # save_pretrained wrote the masters' dtype into config.json
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    on_main_rank_first(lambda: write_directory(directory, fill))
+    on_main_rank(lambda: write_directory(directory, fill))
 
 
 def write_directory(directory: Path, fill, replace: bool = True) -> None:
@@ -686,7 +686,7 @@ def build_tiny_model(data: str) -> str:
     def fill(folder):
         for part in train_tiny_model(digits):  # model, tokenizer
             part.save_pretrained(folder)
-    on_main_rank_first(lambda: directory.exists() or write_directory(directory, fill, replace=False))
+    on_main_rank(lambda: directory.exists() or write_directory(directory, fill, replace=False))
     return str(directory)
 
 
@@ -1037,7 +1037,7 @@ def build_tiny_preferences(data: str, split: str) -> Path:
             ranked = sorted(scores, key=scores.get, reverse=True)
             lines.append(json.dumps({"prompt": problem.prompt, "responses": ranked,
                                      "scores": [scores[text] for text in ranked], "answer": problem.answer}) + "\n")
-    on_main_rank_first(lambda: write_directory(
+    on_main_rank(lambda: write_directory(
         path.parent, lambda folder: (folder / path.name).write_text("".join(lines)), replace=False))
     return path
 
@@ -1312,7 +1312,7 @@ class GraphStep:
         self.mask, self.columns = mask[:, :self.width].bool(), torch.arange(self.width, device=mask.device)
         self.ids, self.position = torch.zeros(2, len(mask), 1, dtype=torch.long, device=mask.device)
         self.column = torch.tensor([column], device=mask.device)
-        for layer in cache.layers:  # not layer.step = self: a reference cycle would keep the cache in memory
+        for layer in cache.layers:  # they get these two, not this object: a cycle would keep the cache in memory
             layer.column, layer.width = self.column, self.width
         self.graph = torch.cuda.CUDAGraph() if mask.is_cuda else None
         if self.graph is not None:  # else, in tests on a CPU, each call runs the same kernels one by one
@@ -1355,11 +1355,10 @@ class GraphStep:
 
 
 def one_token_attention(module, query, key, value, attention_mask, **kwargs):
-    """transformers' sdpa attention, for one token per row, without copying the keys and values to every query head.
+    """transformers' sdpa attention for one token per row, as 5.23 has it: query heads that share a KV head become
+    several queries to it. Under a mask, 5.17 copies the keys and values to every query head, at every step.
 
-    query [m, heads, 1, width], key and value [m, KV heads, columns, width] -> [m, 1, heads, width]. Under a mask,
-    transformers 5.17 repeats each KV head for all query heads that share it, at every step. Here those heads become
-    several queries to their one KV head, as in transformers 5.23.
+    query [m, heads, 1, width], key and value [m, KV heads, columns, width] -> [m, 1, heads, width].
     """
     m, heads, _, width = query.shape
     one_mask = attention_mask is not None and attention_mask.shape[1] == 1  # Doge has one for each head
@@ -1378,7 +1377,7 @@ def can_use_graph(model, cache) -> bool:
 
 
 def capture_step(model, forward, cache, mask, column: int) -> GraphStep | None:
-    """A GraphStep; or None, after one warning, if the model does what cannot be captured. Then steps run without."""
+    """A GraphStep; None where `can_use_graph` says no and, after one warning, where the capture fails."""
     try:
         return GraphStep(forward, cache, mask, column) if can_use_graph(model, cache) else None
     except torch.OutOfMemoryError:
@@ -1473,14 +1472,14 @@ def completion_tokens(attention_mask, T: int):
     return row, column, before[row, column]
 
 
-def hidden_states(model, input_ids, attention_mask, row, last, logits: bool = False):
-    """Hidden states [n, H], or the model's own logits [n, V], at token last[i] of row row[i], where the first real
+def hidden_states(model, input_ids, attention_mask, row, number, logits: bool = False):
+    """Hidden states [n, H], or the model's own logits [n, V], at token number[i] of row row[i], where the first real
     token of a row is number 0.
 
     The real tokens of each row move to the left, so that it begins at column 0 with position 0. In a causal model a
     token does not see what follows it, so no attention mask is needed and the fast causal kernels run.
     """
-    width = int(last.max()) + 1 if len(row) else 1
+    width = int(number.max()) + 1 if len(row) else 1
     real_first = attention_mask.argsort(dim=1, descending=True, stable=True)  # columns, [B, L+T]
     ids = input_ids.gather(1, real_first[:, :width])  # [B, width]
     if logits:
@@ -1489,8 +1488,8 @@ def hidden_states(model, input_ids, attention_mask, row, last, logits: bool = Fa
         out = read_prefixes_once(model, ids, shared)
     else:
         out = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    # This is out[row, last], but the gradient of such indexing takes seven times as long on a CPU.
-    return out.flatten(0, 1).index_select(0, row * width + last)
+    # This is out[row, number], but the gradient of such indexing takes seven times as long on a CPU.
+    return out.flatten(0, 1).index_select(0, row * width + number)
 
 
 def can_share_prefixes(model) -> bool:
@@ -1674,15 +1673,16 @@ def sequence_scores(model, input_ids, attention_mask):
     return once_each(compute, model, input_ids, attention_mask)[0]
 
 
-def scores_at(model, input_ids, attention_mask, row, last):
+def scores_at(model, input_ids, attention_mask, row, number):
     """The head's scores [n] of these `hidden_states`, in float32: in bfloat16, close ones would tie."""
-    hidden = hidden_states(model, input_ids, attention_mask, row, last)
+    hidden = hidden_states(model, input_ids, attention_mask, row, number)
     return F.linear(hidden.float(), *(p.float() for p in model.score.parameters()))[:, 0]
 
 
 @torch.no_grad()
 def rollout_values(model, rollout: Rollout, minibatches, max_tokens: int, compute=token_values) -> torch.Tensor:
-    """Values [N, T] of the rows of `minibatches`, on every rank, without gradient; 0 elsewhere, or if model is None.
+    """What `compute` gives for the rows of `minibatches`: [N, T], on every rank, without gradient; 0 elsewhere, or if
+    model is None.
 
     They are computed in the micro-batches of the update, so that in bfloat16 both round alike.
     """
@@ -1975,6 +1975,7 @@ class Run:
     resumes exactly             `load_checkpoint`: its numbers are those of a run that was never stopped
     """
 
+    # config.json comes last: --overwrite, if it is interrupted, must still know whose directory it is.
     WRITES = ("metrics.jsonl", "samples.jsonl", "checkpoint", "model", "tensorboard", "config.json")
     # All other flags must stay the same when a run is resumed.
     MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "eval_every", "eval_samples",
@@ -2015,7 +2016,7 @@ class Run:
         held = [name for name in self.WRITES if (directory / name).exists()]
         if held and not isinstance(flags, dict):
             raise UserError(f"--output_dir {directory}: holds {held[0]}, but no run that could have written it")
-        begun = self.checkpoints() or set(held) - {"config.json", "checkpoint"}  # else it ended before it could begin
+        begun = self.checkpoints() or set(held) - {"config.json", "checkpoint"}  # else nothing would be lost
         if cfg.resume:
             if not self.checkpoints():
                 raise UserError(f"--resume: no checkpoint in {directory / 'checkpoint'}")
@@ -2057,12 +2058,12 @@ class Run:
         self.data, self.trained = data, trained
         self.catch_signals()
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
-            on_main_rank_first(self.lock_directory)
+            on_main_rank(self.lock_directory)
             if self.cfg.resume:
                 self.load_checkpoint()
-                on_main_rank_first(self.drop_later_lines)
+                on_main_rank(self.drop_later_lines)
             else:
-                on_main_rank_first(self.write_config)
+                on_main_rank(self.write_config)
                 self.save_checkpoint()
         warn_of_defaults(self.cfg)
         if rank() == 0:
@@ -2271,9 +2272,9 @@ class Run:
             for older in self.checkpoints()[:-1]:
                 shutil.rmtree(older)
         try:
-            on_main_rank_first(lambda: shutil.rmtree(temporary, ignore_errors=True))  # left by a killed process
+            on_main_rank(lambda: shutil.rmtree(temporary, ignore_errors=True))  # left by a killed process
             dcp.save(self.state(), checkpoint_id=temporary)  # flushes its files to disk
-            on_main_rank_first(publish)
+            on_main_rank(publish)
         except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
             shutil.rmtree(temporary, ignore_errors=True)  # it may be what fills the disk
             intact = self.checkpoints()[-1].name if self.checkpoints() else "no checkpoint"

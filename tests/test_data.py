@@ -86,7 +86,7 @@ def test_an_error_of_rank_0_reaches_all(monkeypatch):
     def full():
         raise OSError(28, "No space left on device")
     with pytest.raises(OSError):
-        common.on_main_rank_first(full)
+        common.on_main_rank(full)
     assert len(told) == 1 and told[0].errno == 28
 
 
