@@ -223,8 +223,8 @@ def memory_advice(error: BaseException) -> str:
     """Which phase ran out of memory and which flag helps, judged by the functions in the error's traceback."""
     functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     phases = {"load_model": "while loading the model: use more GPUs",
-              "sample": "while sampling: start again with a lower --prompts_per_step (dpo.py: --pairs_per_step) or "
-                        "--max_new_tokens",
+              "sample": "while sampling: lower --eval_samples, if this was an evaluation, or start again with a lower "
+                        "--prompts_per_step (dpo.py: --pairs_per_step) or --max_new_tokens",
               "optimizer_step": "in the optimizer step: use more GPUs, or start again with --freeze_layers"}
     return next((advice for name, advice in phases.items() if name in functions),
                 "in a forward or backward pass: --resume with a lower --micro_batch_tokens or --gradient_checkpointing")
@@ -347,7 +347,7 @@ def turn_end(tokenizer) -> int:
 
 
 @contextlib.contextmanager
-def one_line_errors(what: str):
+def one_line_errors(what: str, kind: type[UserError] = UserError):
     """Turn any exception into a UserError: libraries raise all kinds for a wrong name, path or file."""
     try:
         yield
@@ -355,7 +355,7 @@ def one_line_errors(what: str):
         raise
     except Exception as error:
         reason = getattr(error, "strerror", None) or textwrap.shorten(str(error), 200) or type(error).__name__
-        raise UserError(f"{what} ({reason})") from error
+        raise kind(f"{what} ({reason})") from error
 
 
 def load_model(name: str, device: torch.device, trainable: bool = True, cls=AutoModelForCausalLM,
@@ -435,7 +435,8 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
     if policy.can_generate():  # Qwen2.5's base models have a chat template, and a config in which no turn ends
-        policy.generation_config.eos_token_id = sorted({*eos_ids(policy, tokenizer), turn_end(tokenizer)})
+        with one_line_errors(f"--model {name}: eos_token_id in its generation_config.json"):
+            policy.generation_config.eos_token_id = sorted({*eos_ids(policy, tokenizer), turn_end(tokenizer)})
     return policy, tokenizer
 
 
@@ -737,8 +738,11 @@ def read_json_lines(path: str) -> list[tuple[dict, str]]:
             place = f"{path} line {number}"
             try:
                 row = json.loads(line)
+                json.dumps(row, ensure_ascii=False).encode()  # fails for half a surrogate pair, which is no text
             except json.JSONDecodeError as error:
                 raise UserError(f"{place}: not JSON, one object a line ({error.msg} at column {error.colno})") from None
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{place}: {error}") from None
             if not isinstance(row, dict):
                 raise UserError(f"{place}: want a JSON object, not {type(row).__name__}")
             rows.append((row, place))
@@ -833,7 +837,7 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
     except Exception as error:  # templates are programs
         reason = error
     if messages[0]["role"] != "system" or len(messages) == 1:
-        raise UserError(f"the chat template refuses a prompt: {reason}")
+        raise UserError(f"{tokenizer.name_or_path}: the chat template refuses a prompt: {reason}")
     # Some templates (Gemma's) have no system role: put its text in front of the first message.
     first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
     return render_prompt([first, *messages[2:]], tokenizer, "", default="")
@@ -856,12 +860,13 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
         if isinstance(problem, Problem) and text.rstrip().endswith("<think>"):  # as reasoning models' templates do
             problem.opening = "<think>"
     limit = min(cfg.max_prompt_tokens, tokenizer.model_max_length - getattr(cfg, "max_new_tokens", 1))
+    limited_by = "(--max_prompt_tokens, or what the context leaves beside completions)"
     kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= limit]
     if problems and not kept:
-        raise UserError(f"{what}: no rows left: all prompts are empty or longer than {limit} tokens")
+        raise UserError(f"{what}: no rows left: all prompts are empty or longer than {limit} tokens {limited_by}")
     if len(kept) < len(problems):
         say(f"{what}: left out {len(problems) - len(kept)} of {len(problems)} prompts that are empty or longer than "
-            f"{limit} tokens (--max_prompt_tokens, and what the context leaves)")
+            f"{limit} tokens {limited_by}")
     return kept
 
 
@@ -1820,6 +1825,9 @@ def load_reward_model(cfg):
         raise UserError(str(error).replace("--model", "--reward", 1)) from error
     if model.config.num_labels != 1:
         raise UserError(f"--reward {cfg.reward}: want a sequence classifier with one label, as reward_model.py saves")
+    shift = getattr(model.config, "reward_shift", 0.0)
+    if not is_number(shift):
+        raise UserError(f"--reward {cfg.reward}: reward_shift in its config.json is no number: {shift!r}")
     same_tokens = own.get_vocab() == load_tokenizer(model_name(cfg), cfg.trust_remote_code).get_vocab()
 
     def scores(problems: list[Problem], rollout: Rollout) -> torch.Tensor:
@@ -1827,8 +1835,7 @@ def load_reward_model(cfg):
         longest, context = int(batch.attention_mask.sum(1).max()), context_length(model)
         if longest > context:
             raise UserError(f"--reward {cfg.reward}: its context is {context} tokens, a sequence has {longest}")
-        rewards = all_scores(model, batch, range(len(problems)), cfg.micro_batch_tokens)
-        return rewards - getattr(model.config, "reward_shift", 0.0)
+        return all_scores(model, batch, range(len(problems)), cfg.micro_batch_tokens) - shift
     return scores
 
 
@@ -1848,8 +1855,8 @@ def load_reward_function(spec: str):
     """FILE.py:FUNCTION -> function(problem, completion) -> float. If it fails, a UserError shows the row and why."""
     path, _, name = spec.rpartition(":")
     if not os.path.isfile(path):
-        raise UserError(f"--reward {spec}: no file {path or spec}; want verifier, FILE.py:FUNCTION or a reward model's "
-                        "directory")
+        missing = "no function is named" if os.path.isfile(spec) else f"no file {path or spec}"
+        raise UserError(f"--reward {spec}: {missing}; want verifier, FILE.py:FUNCTION or a reward model's directory")
     module_name = Path(path).stem
     if module_name in sys.modules:  # a file named json.py must not replace Python's json
         module_name += "_"
@@ -2188,19 +2195,19 @@ class Run:
 
     def append(self, name: str, rows: list[dict]) -> None:
         """Add lines to a file of OUTPUT_DIR."""
-        try:
-            with open(self.directory / name, "a") as file:
+        path = self.directory / name
+        with one_line_errors(f"cannot write {path}; --resume continues from the last checkpoint", TrainingFailed):
+            with open(path, "a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
-        except OSError as error:
-            raise TrainingFailed(f"cannot write {self.directory / name}: {error.strerror}; --resume continues from the "
-                                 "last checkpoint") from error
 
     def end_step(self, step: int, metrics: dict[str, float]) -> None:
         """Log the step, save if it is time to, and stop the run if it has to stop. Collective."""
         if rank() == 0:
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             self.append("metrics.jsonl", [{"step": step, **finite}])  # JSON has no NaN: a skipped update's loss is null
-            self.log(metrics, step=step)
+            with one_line_errors(f"--log_to {self.cfg.log_to}: cannot write; --resume continues from the last "
+                                 "checkpoint", TrainingFailed):
+                self.log(metrics, step=step)
             shown = {"reward": ".3f", "accuracy": ".3f", "pair_accuracy": ".3f", "entropy": ".3f",
                      "tokens_per_second": ".0f"}
             self.bar.set_postfix({name: format(metrics[name], spec) for name, spec in shown.items() if name in metrics},
@@ -2245,7 +2252,8 @@ class Run:
     def state(self) -> dict:
         """All that a checkpoint holds. The tensors are the live ones: `dcp.load` fills them in place."""
         fixed = {name: value for name, value in vars(self.cfg).items() if name not in self.MAY_CHANGE}
-        state = {"run": json.dumps({"script": self.script, **fixed}), "position": self.data.position,
+        fixed |= {"script": self.script, "rows of --data": len(self.data.items)}
+        state = {"run": json.dumps(fixed), "position": self.data.position,
                  "extra": self.extra, "bad_steps": {name: self.bad_steps[name] for name in self.trained}, "updates": {},
                  "random": torch.get_rng_state()}  # the same on every rank
         for name, (model, optimizer, schedule) in self.trained.items():

@@ -560,6 +560,15 @@ def test_sampling_stops_where_the_chat_template_ends_a_turn(tmp_path):
     assert common.eos_ids(policy, tokenizer) == policy.generation_config.eos_token_id == ends
 
 
+def test_an_eos_that_is_no_token(tmp_path):
+    model, tokenizer = random_model("Qwen2")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(common.UserError, match="eos_token_id in its generation_config.json"):
+        common.load_policy(policy_config(tmp_path), cpu)
+
+
 def test_no_bos_stands_between_prompt_and_answer():
     tokenizer = with_bos()
     preference = common.Preference("1", [], ["46", "4"], [], [2.0, 1.0])

@@ -92,7 +92,8 @@ GOOD_ROW = '{"prompt": "1+1=?", "answer": "2"}\n'
     (GOOD_ROW + '{"prompt": "1+1=?", "answer": " "}', "line 2: no answer"),
     (GOOD_ROW + '{"prompt": 5, "answer": "2"}', "line 2: want a prompt"),
     (GOOD_ROW + '{"prompt": "1+1=?", "answer": {}}', "line 2: the answer must be"),
-    ("[]", "line 1: want a JSON object")])
+    ("[]", "line 1: want a JSON object"), (GOOD_ROW + '{"prompt": "\\ud83d", "answer": "2"}', "line 2: 'utf-8'"),
+    (GOOD_ROW + '{"prompt": "1", "answer": ' + "9" * 5000 + "}", "line 2: Exceeds the limit")])
 def test_bad_rows(fails, tmp_path, content, message):
     path = write(tmp_path / "rows.jsonl", content)
     for name in ("--data", "--eval_data"):
@@ -119,6 +120,7 @@ def test_bad_rows(fails, tmp_path, content, message):
     (["--stepz", 3], "unknown flag --stepz, did you mean --steps?"), (["--lrr=3"], "did you mean --lr?"),
     (["--learning_rate", 1], "unknown flag --learning_rate; see --help"),
     (["--reward", "nowhere.py:f"], "no file nowhere.py"), (["--reward", "exact"], "--reward exact"),
+    (["--reward", f"{ROOT}/grpo.py"], "grpo.py: no function is named; want verifier, FILE.py:FUNCTION"),
     (["--max_new_tokens", 5000], "--max_new_tokens 5000: the context of"),
     (["--output_dir", "/proc/nowhere"], "--output_dir /proc/nowhere"), (["--output_dir", "a" * 300], "name too long"),
     (["--output_dir", f"{ROOT}/README.md"], "is a file"), (["--output_dir", f"{ROOT}/README.md/x"], "--output_dir"),
@@ -600,13 +602,13 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
     """AdamW holds no state for such a part. Gemma 3's image tower is one."""
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
 
-    def begin(resume, seed=0):
+    def begin(resume, seed=0, rows=2):
         torch.manual_seed(0)
         model = torch.nn.ModuleDict({"read": torch.nn.Linear(2, 1), "idle": torch.nn.Linear(2, 1)})
         run = common.Run(grpo.Config(output_dir=str(tmp_path / "run"), resume=resume, seed=seed))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         schedule = transformers.get_constant_schedule(optimizer)
-        run.start(common.Shuffled([1, 2], 0), policy=(model, optimizer, schedule))
+        run.start(common.Shuffled([1] * rows, 0), policy=(model, optimizer, schedule))
 
         def step(x):
             model["read"](torch.tensor([x, 1.0])).sum().backward()
@@ -620,6 +622,8 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
     run.save_checkpoint()
     whole, resumed = step(-2.0), begin(resume=True)[1](-2.0)
     assert all(map(torch.equal, whole, resumed))
+    with pytest.raises(common.UserError, match="step-000001 is of another run: rows of --data 2"):
+        begin(resume=True, rows=3)  # a position in two rows says nothing about three
     config = tmp_path / "run" / "config.json"
     config.write_text(config.read_text().replace('"seed": 0', '"seed": 5'))  # as if the checkpoint came from elsewhere
     with pytest.raises(common.UserError, match="step-000001 is of another run: seed 0"):
@@ -655,7 +659,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
         common.write_directory(directory / "model", no_room)
     assert not list(directory.glob("model*"))
     monkeypatch.setattr("builtins.open", full)
-    with pytest.raises(common.TrainingFailed, match="cannot write .*metrics.jsonl: No space left on device"):
+    with pytest.raises(common.TrainingFailed, match="cannot write .*metrics.jsonl; --resume .*No space left"):
         run.append("metrics.jsonl", [{}])
 
 
@@ -675,7 +679,7 @@ def test_gradient_checkpointing_changes_nothing_and_frozen_layers_stay(script, s
     assert moved == {"1", "2"}
 
 
-@pytest.mark.parametrize("function, advice", [("sample", "while sampling: start again with a lower --prompts_per_step"),
+@pytest.mark.parametrize("function, advice", [("sample", "or start again with a lower --prompts_per_step"),
                                               ("token_logprobs", "--resume with a lower --micro_batch_tokens")])
 def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp_path, monkeypatch):
     scope = {"torch": torch}
