@@ -2388,6 +2388,7 @@ _PHRASE = re.compile(r"""
     (.*?) (?= $ | (?: [.!] | \.\$ ) (?: \* | \s* $ | \s+ (?-i: [^a-z\s=<>+*/^)$-] ) )
             | ,?[ ] (?: because | since | so | as | which ) [ ] )
     """, re.X | re.I | re.M)
+_UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*([A-Z].*\d.*)", re.M)  # # Answer, She has 18 left.
 _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\|\w+\|>"
                     r"|\.?\s?I hope (?:it|this) is correct.*")  # **18**</s>; not x**2
 
@@ -2401,6 +2402,7 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
        `sample` does not, so there such an answer was broken off; with `closed_only` it does not count.
     3. "The answer is 18." This is also looked for within 1 and 2, `Answer: The final answer is 18. I hope so.`, and a
        number after a line such as `A: There are 15 trees.`, which may only begin the reasoning.
+    4. A sentence with a number in it below `# Answer`.
     """
     text, answer, after = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None, ""
     for _ in range(3):  # marks within marks
@@ -2417,6 +2419,8 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
         text = answer = text.rpartition("<answer>")[2].strip()
     if phrases := _PHRASE.findall(text) or [value for value in _PHRASE.findall(after) if re.match(r"\W*\d", value)]:
         answer = phrases[-1].strip()
+    elif answer is None and (sentences := _UNDER_HEADING.findall(text)):
+        answer = sentences[-1]
     return _MARKS.sub("", answer or "") or None
 
 
@@ -2513,8 +2517,8 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\s+", " "),
     (r"\{([^{}]*)\\(over|choose)\b([^{}]*)\}",
      lambda pair: rf"\{'frac' if pair[2] == 'over' else 'binom'}{{{pair[1].strip()}}}{{{pair[3].strip()}}}"),
-    # 44 \pmod{83} and 44 (mod 83) are 44 mod83, 07:30 is 7:30
-    (r" ?(?:\\pmod ?\{? ?|\( ?\\?b?mod )(\d+) ?[})]?", r" mod\1"), (r"\b0(?=\d:\d\d)", ""),
+    # 44 \pmod{83}, 44 (mod 83) and 44 \mod 83 are 44 mod83, 07:30 is 7:30
+    (r" ?(?:\\p?mod ?\{? ?|\( ?\\?b?mod )(\d+) ?[})]?", r" mod\1"), (r"\b0(?=\d:\d\d)", ""),
     # words: 12^{th} is 12, 2 million is 2*10^6, 8 square feet is 8 feet^2, about 45 is 45, an ellipse is ellipse
     (r"(?<=\d) ?\^? ?(?:\{ ?(?:st|nd|rd|th) ?\}|(?:st|nd|rd|th)\b)", " "),
     (r"(?<=\d) ?([Hh]undred|[Tt]housand|[Mm]illion|[Bb]illion)\b",

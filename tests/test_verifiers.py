@@ -55,7 +55,9 @@ from common import extract_answer, format_reward, is_equivalent
     ("$x=\\boxed{2}$ or $x=\\boxed{-3}$", "2, -3"), ("The answer is $3!\\cdot 5!$", "$3!\\cdot 5!$"),
     ("#### 1. Read it\n\nThe answer is 4.", "4"), ("#### 1.5", "1.5"), ("Ans: 5", "5"), ("<Answer>5</Answer>", "5"),
     ("The answer, as a common fraction, is 1/2.", "1/2"), ("The answer rounded to the nearest ten is 60.", "60"),
-    ("The answer is given by 5.", "5"), ("The answer will be 18.", "18"), ("The answer is just 6.", "6")])
+    ("The answer is given by 5.", "5"), ("The answer will be 18.", "18"), ("The answer is just 6.", "6"),
+    ("### Final Answer\n\nShe makes **$18** a day.", "She makes $18 a day."),
+    ("# Answer\n\nNobody knows.", None)])
 def test_the_last_answer_is_extracted(text, answer):
     assert extract_answer(text) == answer
 
@@ -89,8 +91,8 @@ SAME = [
     ("**18** apples", "18"), ("f(2) = 5", "5"), ("\\textbf{(D)}\\ 8", "8"), ("3+3+2 = 8", "8"), ("*18*", "18"),
     ("x = \\frac{\\sqrt3}{3} \\approx 0.577", "\\frac{\\sqrt3}{3}"), ("f(2) \\approx 18", "18"), ("4210", "4210_5"),
     ("m\\angle A = 30^\\circ", "30"), ("\\mathrm{odd}", "Odd"), ("\\text{an ellipse}", "\\text{ellipse}"),
-    ("choice C", "\\text{(C)}"), ("60˚", "60^\\circ"), ("\\huge{18}", "18"), ("36\\text{ in.}^2", "36\\text{ in}^2"),
-    ("52_{\\text{8}}", "52_8"), ("(AB5)_{16}", "AB5_{16}"), (".1\\overline{6}", "0.1\\overline{6}"),
+    ("choice C", "\\text{(C)}"), ("44 \\mod 83", "44 \\pmod{83}"), ("60˚", "60^\\circ"), ("\\huge{18}", "18"),
+    ("36\\text{ in.}^2", "36\\text{ in}^2"), ("52_{\\text{8}}", "52_8"), ("(AB5)_{16}", "AB5_{16}"), (".1\\overline{6}", "0.1\\overline{6}"),
     # formulas
     ("f(x)=2x+3", "3+2x"), ("(x+1)^2", "x^2+2x+1"), ("11\\sqrt2", "11\\sqrt{2}"),
     ("\\frac{\\sqrt{3}}{2}", "\\sqrt3/2"), ("3\\sqrt{13}", "\\sqrt{117}"), ("\\sqrt[3]{8}", "2"), ("6-5i", "-5i + 6"),
