@@ -434,9 +434,11 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
-    if policy.can_generate():  # Qwen2.5's base models have a chat template, and a config in which no turn ends
+    if policy.can_generate():
         with one_line_errors(f"--model {name}: eos_token_id in its generation_config.json"):
-            policy.generation_config.eos_token_id = sorted({*eos_ids(policy, tokenizer), turn_end(tokenizer)})
+            ends = eos_ids(policy, tokenizer)
+        if turn_end(tokenizer) not in ends:  # Qwen2.5's base models: a chat template, but only documents end
+            policy.generation_config.eos_token_id = [*ends, turn_end(tokenizer)]
     return policy, tokenizer
 
 
