@@ -65,12 +65,8 @@ def calibration_error(differences: torch.Tensor, bins: int = 10) -> float:
     confidence = torch.sigmoid(differences.abs())  # 0.5 to 1
     right = torch.heaviside(differences, differences.new_tensor(0.5))  # a tie is half right
     bin_of = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
-    error = 0.0
-    for b in bin_of.unique():
-        inside = bin_of == b
-        gap = (confidence[inside].mean() - right[inside].mean()).abs()
-        error += gap * inside.float().mean()
-    return float(error)
+    gaps = differences.new_zeros(bins).index_add(0, bin_of, confidence - right)  # size of the bin times its gap
+    return float(gaps.abs().sum() / len(differences))
 
 
 def scale_fresh_head(model) -> None:
@@ -87,14 +83,15 @@ def scale_fresh_head(model) -> None:
 
 
 def pad_unlike_eos(tokenizer) -> int:
-    """If the pad token is the EOS, choose another one. Returns its id.
+    """If the pad token is one that ends answers, choose another one. Returns its id.
 
     transformers reads a score at the last token that is not padding, which has to be the EOS. Decoding leaves the pad
     token out, so it becomes another special token or, without one, a rare token: the last of the vocabulary.
     """
-    if tokenizer.pad_token_id == tokenizer.eos_token_id:
+    ends = tokenizer.eos_token_id, common.turn_end(tokenizer)
+    if tokenizer.pad_token_id in ends:
         special = sorted(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-        other = next(i for i in (*special, len(tokenizer) - 1, len(tokenizer) - 2) if i != tokenizer.eos_token_id)
+        other = next(i for i in (*special, *reversed(range(len(tokenizer)))) if i not in ends)
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(other)
     return tokenizer.pad_token_id
 

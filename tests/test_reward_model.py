@@ -240,6 +240,11 @@ def test_the_pad_token_to_save_is_a_special_one_and_never_the_eos():
     tokenizer = common.tiny_tokenizer()
     tokenizer.eos_token = tokenizer.pad_token  # the first special token
     assert reward_model.pad_unlike_eos(tokenizer) == tokenizer.pad_token_id != tokenizer.eos_token_id
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<unk>{% endfor %}"  # <unk> ends answers
+    tokenizer.pad_token = "<unk>"
+    assert common.turn_end(tokenizer) == tokenizer.unk_token_id != tokenizer.eos_token_id
+    assert reward_model.pad_unlike_eos(tokenizer) not in (tokenizer.unk_token_id, tokenizer.eos_token_id)
 
 
 def test_the_saved_pad_token_is_that_of_config_and_tokenizer(tmp_path):
