@@ -2390,7 +2390,7 @@ _PHRASE = re.compile(r"""
     (.*?) (?= $ | (?: [.!] | \.\$ ) (?: \* | \s* $ | \s+ (?-i: [^a-z\s=<>+*/^)$-] ) )
             | ,?[ ] (?: because | since | so | as | which ) [ ] )
     """, re.X | re.I | re.M)
-_UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*([A-Z].*\d.*)", re.M)  # # Answer, She has 18 left.
+_UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*([A-Z].*\d.*)", re.M)
 _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\|\w+\|>"
                     r"|\.?\s?I hope (?:it|this) is correct.*")  # **18**</s>; not x**2
 
