@@ -677,8 +677,8 @@ def train_tiny_model(digits: int):
 def build_tiny_model(data: str) -> str:
     """The directory of the warm-started tiny model: trained on the first call (40 s of one core), then kept.
 
-    Its name holds a hash of everything that determines the weights. If several processes start at once, each may train
-    a model; the first to finish is kept.
+    Its name holds a hash of everything that determines the weights, but for how the CPU rounds. If several processes
+    start at once, each may train a model; the first to finish is kept.
     """
     digits = arithmetic_digits(data) if is_built_in(data) else 2
     parts = (arithmetic_rows, worked_answer, tiny_tokenizer, train_tiny_model)
@@ -846,7 +846,8 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
 
 
 def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT) -> list:
-    """Fill in `prompt_ids`; leave out prompts that are longer than --max_prompt_tokens, and say how many.
+    """Fill in `prompt_ids`; leave out prompts that are empty or too long (--max_prompt_tokens, or what the context
+    leaves beside completions), and say how many.
 
     problems: Problems or Preferences. what: the flag that they come from, for messages.
     """
@@ -1170,8 +1171,8 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
 
 
 def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: int) -> int:
-    """How many rows fit into half of the free memory. Each takes its KV cache, its logits, and its share of the
-    activations of one layer while the group's prompt is read."""
+    """How many rows fit into half of a GPU's free memory, or an eighth of the machine's. Each takes its KV cache, its
+    logits, and its share of the activations of one layer while the group's prompt is read."""
     config = model.config.get_text_config()
 
     def size(name):  # None if the architecture has no such size (Mamba), or one per layer (Gemma 4)
@@ -1898,7 +1899,7 @@ def load_reward_function(spec: str):
 # -------------------------------------------------------------------------------------------------- evaluation
 
 def evaluate(policy, tokenizer, problems: list[Problem], score, cfg) -> dict[str, float]:
-    """Greedy accuracy and, with --eval_samples k > 1, avg@k and pass@k. Leaves the random state as it was.
+    """Greedy accuracy and, with --eval_samples k > 1, avg@k and pass@k. Leaves torch's random state as it was.
 
     problems: from `encode_prompts`; score: from `load_reward`.
     """
