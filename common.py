@@ -330,22 +330,6 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
     return tokenizer
 
 
-def turn_end(tokenizer) -> int:
-    """The token that ends an answer: the special token that the chat template puts after one, or else EOS.
-
-    Some chat models have an EOS that ends documents and another token that ends turns, as Gemma's <end_of_turn>.
-    """
-    answer = "Good evening."
-    try:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": "Hello."},
-                                              {"role": "assistant", "content": answer}], tokenize=False)
-    except Exception:  # there is none, or it refuses these messages: templates are programs
-        return tokenizer.eos_token_id
-    after = tokenizer(text.rpartition(answer)[2].strip(), add_special_tokens=False)["input_ids"]
-    added = tokenizer.added_tokens_decoder.get(after[0]) if after else None
-    return after[0] if added is not None and added.special else tokenizer.eos_token_id
-
-
 @contextlib.contextmanager
 def one_line_errors(what: str, kind: type[UserError] = UserError):
     """Turn any exception into a UserError: libraries raise all kinds for a wrong name, path or file."""
@@ -434,11 +418,9 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
-    if policy.can_generate():
+    if policy.can_generate():  # `generate` must stop where `sample` does; in Qwen2.5's base models only documents end
         with one_line_errors(f"--model {name}: eos_token_id in its generation_config.json"):
-            ends = eos_ids(policy, tokenizer)
-        if turn_end(tokenizer) not in ends:  # Qwen2.5's base models: a chat template, but only documents end
-            policy.generation_config.eos_token_id = [*ends, turn_end(tokenizer)]
+            policy.generation_config.eos_token_id = sorted({*eos_ids(policy, tokenizer), turn_end(tokenizer)})
     return policy, tokenizer
 
 
@@ -702,6 +684,7 @@ class Problem:
     answer: str | None       # the gold answer, for the verifier
     row: dict                # the whole row, for a reward function
     opening: str = ""        # "<think>" if the prompt ends with it: `format_reward` counts it with the completion
+    templated: bool = False  # whether a chat template wrote the prompt
 
 
 def is_built_in(data: str) -> bool:
@@ -819,7 +802,8 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
     """A string or chat messages -> (text for the model, whether a chat template wrote it)."""
     if system_prompt == "none":
         system_prompt = default = ""
-    if isinstance(prompt, str) and prompt.lstrip().startswith(tuple(tokenizer.all_special_tokens)):
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    if isinstance(prompt, str) and prompt.lstrip().startswith((*tokenizer.all_special_tokens, *added)):
         return prompt, False  # a template has been applied to the data already, perhaps without its BOS
     if isinstance(prompt, str) and not tokenizer.chat_template:
         return f"{system_prompt}\n\n{prompt}" if system_prompt else prompt, False
@@ -845,19 +829,64 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
     return render_prompt([first, *messages[2:]], tokenizer, "", default="")
 
 
-def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT) -> list:
+def answer_form(tokenizer) -> tuple[str, str, int]:
+    """How a chat template writes an answer that is known, beside the prompt that asks for one: (what it leaves off that
+    prompt, as R1's <think>; what comes before the answer, as Qwen3's empty thought; the special token that ends it).
+
+    Some chat models have an EOS that ends documents and another token that ends turns, as Gemma's <end_of_turn>.
+    """
+    question, answer = {"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good evening."}
+    try:
+        prompt, _ = render_prompt([question], tokenizer, "none")
+        text = tokenizer.apply_chat_template([question, answer], tokenize=False)
+    except Exception:  # there is no template, or it refuses these messages
+        return "", "", tokenizer.eos_token_id
+    before, _, after = text.rpartition(answer["content"])
+    shared = os.path.commonprefix([prompt, before])
+    if question["content"] not in shared:  # two forms altogether
+        prompt = before = shared
+    ids = tokenizer(after.strip(), add_special_tokens=False)["input_ids"]
+    ends = ids and ids[0] in tokenizer.added_tokens_decoder and tokenizer.added_tokens_decoder[ids[0]].special
+    return prompt[len(shared):], before[len(shared):], ids[0] if ends else tokenizer.eos_token_id
+
+
+def turn_end(tokenizer) -> int:
+    """The token that ends an answer: the special token that the chat template puts after one, or else EOS."""
+    return answer_form(tokenizer)[2]
+
+
+def with_lead(answer: str, templated: bool, lead: str) -> str:
+    """The answer with what its template puts before it, unless that is an empty thought and the answer has its own."""
+    if not templated:
+        return answer
+    answer = answer.lstrip()
+    return answer if answer.startswith("<think>") and "<think>" in lead else lead + answer
+
+
+def encode_answers(tokenizer, answers: list[str]) -> list[list[int]]:
+    """Token ids of texts that continue others. (Of a text of its own, SentencePiece's would begin with a space.)"""
+    [newline], own = tokenize(tokenizer, ["\n"], special=False), tokenize(tokenizer, answers, special=False)
+    after = tokenize(tokenizer, [f"\n{answer}" for answer in answers], special=False)
+    n = len(newline)
+    return [ids[n:] if ids[:n] == newline else alone for ids, alone in zip(after, own)]
+
+
+def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT,
+                   surplus: str = "") -> list:
     """Fill in `prompt_ids`; leave out prompts that are empty or too long (--max_prompt_tokens, or what the context
     leaves beside completions), and say how many.
 
-    problems: Problems or Preferences. what: the flag that they come from, for messages.
+    problems: Problems or Preferences. what: the flag that they come from, for messages. surplus: what to leave off at
+    the end of prompts that a template wrote.
     """
     texts = [render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt) for problem in problems]
+    texts = [(text.removesuffix(surplus) if templated else text, templated) for text, templated in texts]
     with one_line_errors(f"{what}: the tokenizer cannot read a prompt"):
         encoded = encode(tokenizer, texts)
-    for problem, (text, _), ids in zip(problems, texts, encoded):
+    for problem, (text, templated), ids in zip(problems, texts, encoded):
         if cfg.model == "tiny" and tokenizer.unk_token_id in ids:
             raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}")
-        problem.prompt_ids = ids
+        problem.prompt_ids, problem.templated = ids, templated
         if isinstance(problem.prompt, list):
             problem.prompt = text
         if isinstance(problem, Problem) and text.rstrip().endswith("<think>"):  # as reasoning models' templates do
@@ -918,6 +947,7 @@ class Preference:
     scores: list[float]           # falling; equal ones are a tie and make no pair
     margin: float = 0.0           # optional `margin` of a row: by how much r⁺ should exceed r⁻
     ref_logprobs: torch.Tensor | None = None  # [K] of the answers under the reference, once dpo.py has computed them
+    templated: bool = False       # whether a chat template wrote the prompt
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -1002,17 +1032,20 @@ def is_number(value) -> bool:
 
 
 def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str) -> list[Preference]:
-    """Fill in the token ids. Answers get their `turn_end`, or are cut at --max_completion_tokens or where the context
-    ends."""
-    kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="")
-    answers = [answer for preference in kept for answer in preference.answers]
+    """Fill in the token ids. Prompts and answers are written as in the `answer_form`. Answers are cut at
+    --max_completion_tokens or where the context ends."""
+    surplus, lead, end = answer_form(tokenizer)
+    endings = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens([end, tokenizer.eos_token_id])))
+    kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="", surplus=surplus)
+    answers = [re.sub(rf"(?:\s*(?:{endings}))+\s*$", "", answer)  # some data has it already
+               for preference in kept for answer in preference.answers]
+    leads = [(preference.templated, lead) for preference in kept for _ in preference.answers]
     with one_line_errors(f"{what}: the tokenizer cannot read an answer"):
-        ids = iter(tokenize(tokenizer, answers, special=False))
-    cut, end = 0, turn_end(tokenizer)
+        ids = iter(encode_answers(tokenizer, [with_lead(answer, *its) for answer, its in zip(answers, leads)]))
+    cut = 0
     for preference in kept:
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
-        whole = [next(ids) for _ in preference.answers]
-        whole = [answer + [end] * (answer[-1:] != [end]) for answer in whole]  # some data has it already
+        whole = [next(ids) + [end] for _ in preference.answers]
         preference.answer_ids = [answer[:room] for answer in whole]
         cut += sum(len(answer) > room for answer in whole)
     if cut:
@@ -1843,12 +1876,17 @@ def load_reward_model(cfg):
 
 
 def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prompt: str) -> Batch:
-    """The N sequences of a rollout in another model's tokens, with its `turn_end` where a completion is finished.
+    """The N sequences of a rollout in another model's tokens, as `encode_preferences` writes answers.
 
     The last token of each prompt counts as part of the completion, so that no completion is empty.
     """
-    prompts = encode(tokenizer, [render_prompt(row_prompt(p.row), tokenizer, system_prompt) for p in problems])
-    texts, end = tokenize(tokenizer, rollout.completions, special=False), turn_end(tokenizer)
+    surplus, lead, end = answer_form(tokenizer)
+    rendered = [render_prompt(row_prompt(problem.row), tokenizer, system_prompt) for problem in problems]
+    prompts = encode(tokenizer, [(text.removesuffix(surplus) if templated else text, templated)
+                                 for text, templated in rendered])
+    texts = encode_answers(tokenizer, [
+        with_lead(problem.opening + completion, templated, lead)
+        for problem, completion, (_, templated) in zip(problems, rollout.completions, rendered)])
     completions = [prompt[-1:] + text + [end] * finished
                    for prompt, text, finished in zip(prompts, texts, rollout.finished.tolist())]
     return collate([prompt[:-1] for prompt in prompts], completions, tokenizer.pad_token_id, rollout.mask.device)

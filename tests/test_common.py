@@ -1264,6 +1264,9 @@ def test_a_reward_model_reads_the_prompt_in_its_own_template():
     batch = common.retokenize([problem] * 2, rollout, tokenizer, "0")
     texts = [tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(batch.input_ids, batch.attention_mask)]
     assert texts == ["0=1=2<eos>", "0=1=3"]
+    problem.opening = "<think>"  # in the policy's prompt; the reward model's has none
+    batch = common.retokenize([problem] * 2, rollout, tokenizer, "0")
+    assert tokenizer.decode(batch.input_ids[0]) == "0=1=<think>2<eos>"
 
 
 def test_accuracy_avg_and_pass(monkeypatch):

@@ -539,14 +539,58 @@ def chat_tokenizer(ends_turn: str):
 def test_an_answer_ends_with_what_ends_a_turn():
     """Gemma's template ends turns with <end_of_turn> and a newline; its EOS ends documents."""
     tokenizer = chat_tokenizer("<turn> ")
-    preference = common.Preference("1", [], ["46", "4<turn>"], [], [2.0, 1.0])
+    preference = common.Preference("1", [], ["46", "4<turn> ", "6<eos>"], [], [3.0, 2.0, 1.0])
     common.encode_preferences([preference], tokenizer, encode_config(), "--data")
-    assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<turn>", "4<turn>"]
+    assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<turn>", "4<turn>", "6<turn>"]
 
 
 def test_without_a_token_that_ends_turns_eos_does():
     for ends_turn in ("", ",", "</answer>", "{{ raise_exception('no assistant') }}"):  # nothing special; an error
         assert common.turn_end(chat_tokenizer(ends_turn)) == common.tiny_tokenizer().eos_token_id
+
+
+@pytest.mark.parametrize("asks, known, prompt, answers", [
+    ("(", "(", "1,(", ["46<turn>", "<think>4</think>6<turn>"]),  # most: the answer follows the prompt
+    ("(<think>", "(", "1,(", ["46<turn>", "<think>4</think>6<turn>"]),  # R1: its prompts open a thought
+    ("(", "(<think></think>", "1,(", ["<think></think>46<turn>", "<think>4</think>6<turn>"]),  # Qwen3: an empty one
+    ("(", "(-", "1,(", ["-46<turn>", "-<think>4</think>6<turn>"])])  # gpt-oss: a channel
+def test_an_answer_is_written_as_the_template_writes_it(asks, known, prompt, answers):
+    tokenizer = chat_tokenizer("")
+    tokenizer.chat_template = ("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }},{% endfor %}"
+                               "{% if add_generation_prompt %}" + asks + "{% else %}" + known +
+                               "{{ messages[-1]['content'] }}<turn>{% endif %}")
+    preference = common.Preference("1", [], [" 46", " <think>4</think>6<turn> "], [], [2.0, 1.0])
+    common.encode_preferences([preference], tokenizer, encode_config(), "--data")
+    assert tokenizer.decode(preference.prompt_ids) == prompt
+    assert [tokenizer.decode(ids) for ids in preference.answer_ids] == answers
+
+
+def test_a_prompt_that_begins_with_any_special_token_is_rendered_already():
+    """Phi-3's template writes no BOS, and its <|user|> is none of the tokenizer's named special tokens."""
+    from tokenizers import AddedToken
+    tokenizer = chat_tokenizer("<turn>")
+    tokenizer.add_tokens([AddedToken("<user>", special=True)])
+    assert "<user>" not in tokenizer.all_special_tokens
+    assert common.render_prompt("<user>1<turn>", tokenizer, "none") == ("<user>1<turn>", False)
+
+
+def test_an_answer_begins_without_the_space_that_a_text_of_its_own_gets():
+    """As SentencePiece's tokenizers put one there."""
+    from tokenizers import normalizers
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
+    assert tokenizer.decode(tokenizer.encode("46")) == " 46"
+    assert [tokenizer.decode(ids) for ids in common.encode_answers(tokenizer, ["46", " 4"])] == ["46", " 4"]
+
+
+def test_generation_stops_where_sampling_does_if_only_the_tokenizer_names_the_end(tmp_path):
+    tokenizer = chat_tokenizer("<turn>")
+    tokenizer.eos_token = "<turn>"
+    model = random_model("Qwen2", vocab_size=len(tokenizer))[0]
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    policy, tokenizer = common.load_policy(policy_config(tmp_path), cpu)
+    assert tokenizer.convert_tokens_to_ids("<turn>") in policy.generation_config.eos_token_id
 
 
 def test_sampling_stops_where_the_chat_template_ends_a_turn(tmp_path):
