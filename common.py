@@ -684,7 +684,7 @@ class Problem:
     answer: str | None       # the gold answer, for the verifier
     row: dict                # the whole row, for a reward function
     opening: str = ""        # "<think>" if the prompt ends with it: `format_reward` counts it with the completion
-    templated: bool = False  # whether a chat template wrote the prompt
+    rendered: tuple = ()     # `render_prompt` of the prompt
 
 
 def is_built_in(data: str) -> bool:
@@ -863,12 +863,15 @@ def with_lead(answer: str, templated: bool, lead: str) -> str:
     return answer if answer.startswith("<think>") and "<think>" in lead else lead + answer
 
 
-def encode_answers(tokenizer, answers: list[str]) -> list[list[int]]:
-    """Token ids of texts that continue others. (Of a text of its own, SentencePiece's would begin with a space.)"""
-    [newline], own = tokenize(tokenizer, ["\n"], special=False), tokenize(tokenizer, answers, special=False)
-    after = tokenize(tokenizer, [f"\n{answer}" for answer in answers], special=False)
-    n = len(newline)
-    return [ids[n:] if ids[:n] == newline else alone for ids, alone in zip(after, own)]
+def encode_answers(tokenizer, rendered: list[tuple[str, bool]], prompts: list[list[int]], answers: list[str]):
+    """Token ids of answers as they follow their prompts, which are given as texts and as `encode` read them.
+
+    A SentencePiece tokenizer would put a space before a text of its own. Where prompt and answer merge at the seam, the
+    answer is read alone all the same.
+    """
+    whole = encode(tokenizer, [(text + answer, templated) for (text, templated), answer in zip(rendered, answers)])
+    return [ids[len(prompt):] if ids[:len(prompt)] == prompt else tokenize(tokenizer, [answer], special=False)[0]
+            for ids, prompt, answer in zip(whole, prompts, answers)]
 
 
 def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT,
@@ -884,9 +887,10 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
     with one_line_errors(f"{what}: the tokenizer cannot read a prompt"):
         encoded = encode(tokenizer, texts)
     for problem, (text, templated), ids in zip(problems, texts, encoded):
+        problem.rendered = text, templated
         if cfg.model == "tiny" and tokenizer.unk_token_id in ids:
             raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}")
-        problem.prompt_ids, problem.templated = ids, templated
+        problem.prompt_ids = ids
         if isinstance(problem.prompt, list):
             problem.prompt = text
         if isinstance(problem, Problem) and text.rstrip().endswith("<think>"):  # as reasoning models' templates do
@@ -947,7 +951,7 @@ class Preference:
     scores: list[float]           # falling; equal ones are a tie and make no pair
     margin: float = 0.0           # optional `margin` of a row: by how much r⁺ should exceed r⁻
     ref_logprobs: torch.Tensor | None = None  # [K] of the answers under the reference, once dpo.py has computed them
-    templated: bool = False       # whether a chat template wrote the prompt
+    rendered: tuple = ()          # `render_prompt` of the prompt
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -1037,11 +1041,13 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
     surplus, lead, end = answer_form(tokenizer)
     endings = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens([end, tokenizer.eos_token_id])))
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="", surplus=surplus)
-    answers = [re.sub(rf"(?:\s*(?:{endings}))+\s*$", "", answer)  # some data has it already
-               for preference in kept for answer in preference.answers]
-    leads = [(preference.templated, lead) for preference in kept for _ in preference.answers]
+    rows = [(p.rendered, p.prompt_ids, answer) for p in kept for answer in p.answers]
+    rendered, prompts, answers = map(list, zip(*rows)) if rows else ([], [], [])
+    for i, answer in enumerate(answers):
+        bare = re.sub(rf"(?:\s*(?:{endings}))+\s*$", "", answer)  # some data has it already
+        answers[i] = with_lead(bare, rendered[i][1], lead)
     with one_line_errors(f"{what}: the tokenizer cannot read an answer"):
-        ids = iter(encode_answers(tokenizer, [with_lead(answer, *its) for answer, its in zip(answers, leads)]))
+        ids = iter(encode_answers(tokenizer, rendered, prompts, answers))
     cut = 0
     for preference in kept:
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
@@ -1882,9 +1888,9 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     """
     surplus, lead, end = answer_form(tokenizer)
     rendered = [render_prompt(row_prompt(problem.row), tokenizer, system_prompt) for problem in problems]
-    prompts = encode(tokenizer, [(text.removesuffix(surplus) if templated else text, templated)
-                                 for text, templated in rendered])
-    texts = encode_answers(tokenizer, [
+    rendered = [(text.removesuffix(surplus) if templated else text, templated) for text, templated in rendered]
+    prompts = encode(tokenizer, rendered)
+    texts = encode_answers(tokenizer, rendered, prompts, [
         with_lead(problem.opening + completion, templated, lead)
         for problem, completion, (_, templated) in zip(problems, rollout.completions, rendered)])
     completions = [prompt[-1:] + text + [end] * finished

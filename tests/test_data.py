@@ -580,7 +580,22 @@ def test_an_answer_begins_without_the_space_that_a_text_of_its_own_gets():
     tokenizer = common.tiny_tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
     assert tokenizer.decode(tokenizer.encode("46")) == " 46"
-    assert [tokenizer.decode(ids) for ids in common.encode_answers(tokenizer, ["46", " 4"])] == ["46", " 4"]
+    preference = common.Preference("1", [], ["46", " 4"], [], [2.0, 1.0])
+    common.encode_preferences([preference], tokenizer, encode_config(), "--data")
+    assert tokenizer.decode(preference.prompt_ids) == " 1"
+    assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<eos>", " 4<eos>"]
+
+
+def test_an_answer_that_merges_with_its_prompt_is_read_alone():
+    """A tokenizer with a token for "++" reads "1+" and "+2" otherwise than "1++2"."""
+    from tokenizers import AddedToken
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("++", special=False)])
+    assert "++" in tokenizer.tokenize("1++2")
+    preference = common.Preference("1+", [], ["+2", "3"], [], [2.0, 1.0])
+    common.encode_preferences([preference], tokenizer, encode_config(), "--data")
+    tokens = [tokenizer.convert_ids_to_tokens(ids) for ids in preference.answer_ids]
+    assert tokens == [["+", "2", "<eos>"], ["3", "<eos>"]]
 
 
 def test_generation_stops_where_sampling_does_if_only_the_tokenizer_names_the_end(tmp_path):
