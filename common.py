@@ -684,7 +684,6 @@ class Problem:
     answer: str | None       # the gold answer, for the verifier
     row: dict                # the whole row, for a reward function
     opening: str = ""        # "<think>" if the prompt ends with it: `format_reward` counts it with the completion
-    rendered: tuple = ()     # `render_prompt` of the prompt
 
 
 def is_built_in(data: str) -> bool:
@@ -887,13 +886,14 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
     with one_line_errors(f"{what}: the tokenizer cannot read a prompt"):
         encoded = encode(tokenizer, texts)
     for problem, (text, templated), ids in zip(problems, texts, encoded):
-        problem.rendered = text, templated
         if cfg.model == "tiny" and tokenizer.unk_token_id in ids:
             raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}")
         problem.prompt_ids = ids
         if isinstance(problem.prompt, list):
             problem.prompt = text
-        if isinstance(problem, Problem) and text.rstrip().endswith("<think>"):  # as reasoning models' templates do
+        if isinstance(problem, Preference):
+            problem.rendered = text, templated
+        elif text.rstrip().endswith("<think>"):  # as reasoning models' templates do
             problem.opening = "<think>"
     limit = min(cfg.max_prompt_tokens, tokenizer.model_max_length - getattr(cfg, "max_new_tokens", 1))
     limited_by = "(--max_prompt_tokens, or what the context leaves beside completions)"
@@ -951,7 +951,7 @@ class Preference:
     scores: list[float]           # falling; equal ones are a tie and make no pair
     margin: float = 0.0           # optional `margin` of a row: by how much r⁺ should exceed r⁻
     ref_logprobs: torch.Tensor | None = None  # [K] of the answers under the reference, once dpo.py has computed them
-    rendered: tuple = ()          # `render_prompt` of the prompt
+    rendered: tuple = ()          # (text, whether a chat template wrote it) of the prompt
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -1036,16 +1036,19 @@ def is_number(value) -> bool:
 
 
 def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str) -> list[Preference]:
-    """Fill in the token ids. Prompts and answers are written as in the `answer_form`. Answers are cut at
-    --max_completion_tokens or where the context ends."""
+    """Fill in the token ids of prompts and answers, written as the template writes a conversation (`answer_form`).
+    Answers are cut at --max_completion_tokens or where the context ends."""
     surplus, lead, end = answer_form(tokenizer)
-    endings = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens([end, tokenizer.eos_token_id])))
+    endings = tuple(tokenizer.convert_ids_to_tokens([end, tokenizer.eos_token_id]))
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="", surplus=surplus)
-    rows = [(p.rendered, p.prompt_ids, answer) for p in kept for answer in p.answers]
-    rendered, prompts, answers = map(list, zip(*rows)) if rows else ([], [], [])
-    for i, answer in enumerate(answers):
-        bare = re.sub(rf"(?:\s*(?:{endings}))+\s*$", "", answer)  # some data has it already
-        answers[i] = with_lead(bare, rendered[i][1], lead)
+    rendered, prompts, answers = [], [], []
+    for preference in kept:
+        for answer in preference.answers:
+            while answer.rstrip().endswith(endings):  # some data has it already
+                answer = min((answer.rstrip().removesuffix(ending) for ending in endings), key=len)
+            rendered.append(preference.rendered)
+            prompts.append(preference.prompt_ids)
+            answers.append(with_lead(answer, preference.rendered[1], lead))
     with one_line_errors(f"{what}: the tokenizer cannot read an answer"):
         ids = iter(encode_answers(tokenizer, rendered, prompts, answers))
     cut = 0
