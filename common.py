@@ -332,7 +332,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
 
 @contextlib.contextmanager
 def one_line_errors(what: str, kind: type[UserError] = UserError):
-    """Turn any exception into a UserError: libraries raise all kinds for a wrong name, path or file."""
+    """Turn any exception into a UserError, or one of this kind: libraries raise all sorts for a wrong name or file."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
@@ -797,8 +797,12 @@ def encode(tokenizer, prompts: list[tuple[str, bool]]) -> list[list[int]]:
     return [ids if templated or ids[:len(bos)] == bos else bos + ids for (_, templated), ids in zip(prompts, encoded)]
 
 
-def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_PROMPT) -> tuple[str, bool]:
-    """A string or chat messages -> (text for the model, whether a chat template wrote it)."""
+def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_PROMPT,
+                  surplus: str = "") -> tuple[str, bool]:
+    """A string or chat messages -> (text for the model, whether a chat template wrote it).
+
+    surplus: what to leave off where a template ends the prompt with it (`answer_form`).
+    """
     if system_prompt == "none":
         system_prompt = default = ""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -817,7 +821,7 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
         left_out = [m["role"] for m in messages if m["role"] != "assistant"  # templates shorten the assistant's
                     and max(re.findall(r"\w+", m["content"]), key=len, default="") not in text]
         if not left_out:
-            return text, True
+            return text.removesuffix(surplus), True
         reason = f"it leaves out the message of role {left_out[0]}"
     except Exception as error:  # templates are programs
         reason = error
@@ -825,7 +829,7 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
         raise UserError(f"{tokenizer.name_or_path}: the chat template refuses a prompt: {reason}")
     # Some templates (Gemma's) have no system role: put its text in front of the first message.
     first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
-    return render_prompt([first, *messages[2:]], tokenizer, "", default="")
+    return render_prompt([first, *messages[2:]], tokenizer, "", "", surplus)
 
 
 def answer_form(tokenizer) -> tuple[str, str, int]:
@@ -862,8 +866,9 @@ def with_lead(answer: str, templated: bool, lead: str) -> str:
     return answer if answer.startswith("<think>") and "<think>" in lead else lead + answer
 
 
-def encode_answers(tokenizer, rendered: list[tuple[str, bool]], prompts: list[list[int]], answers: list[str]):
-    """Token ids of answers as they follow their prompts, which are given as texts and as `encode` read them.
+def encode_answers(tokenizer, rendered: list[tuple[str, bool]], prompts: list[list[int]],
+                   answers: list[str]) -> list[list[int]]:
+    """Token ids of answers as they follow their prompts, which are given as rendered and as token ids.
 
     A SentencePiece tokenizer would put a space before a text of its own. Where prompt and answer merge at the seam, the
     answer is read alone all the same.
@@ -878,11 +883,10 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
     """Fill in `prompt_ids`; leave out prompts that are empty or too long (--max_prompt_tokens, or what the context
     leaves beside completions), and say how many.
 
-    problems: Problems or Preferences. what: the flag that they come from, for messages. surplus: what to leave off at
-    the end of prompts that a template wrote.
+    problems: Problems or Preferences. what: the flag that they come from, for messages.
     """
-    texts = [render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt) for problem in problems]
-    texts = [(text.removesuffix(surplus) if templated else text, templated) for text, templated in texts]
+    texts = [render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt, surplus)
+             for problem in problems]
     with one_line_errors(f"{what}: the tokenizer cannot read a prompt"):
         encoded = encode(tokenizer, texts)
     for problem, (text, templated), ids in zip(problems, texts, encoded):
@@ -1249,8 +1253,8 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     cache = DynamicCache(config=model.config)
     cache_name = "past_key_values" if takes(model, "past_key_values") else "cache_params"  # Mamba
     if (not takes(model, cache_name) or not model._supports_default_dynamic_cache()  # RWKV, MiniMax
-            or model.config.model_type == "recurrent_gemma"):  # it keeps a part of its state elsewhere
-        raise UserError(f"{type(model).__name__} takes no DynamicCache, so it cannot be sampled from")
+            or model.config.model_type == "recurrent_gemma"):  # a part of its state is elsewhere
+        raise UserError(f"{type(model).__name__}: its state is no DynamicCache, so it cannot be sampled from")
     has_positions = takes(model, "position_ids")
 
     def forward(ids, mask, positions):
@@ -1890,8 +1894,8 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     The last token of each prompt counts as part of the completion, so that no completion is empty.
     """
     surplus, lead, end = answer_form(tokenizer)
-    rendered = [render_prompt(row_prompt(problem.row), tokenizer, system_prompt) for problem in problems]
-    rendered = [(text.removesuffix(surplus) if templated else text, templated) for text, templated in rendered]
+    rendered = [render_prompt(row_prompt(problem.row), tokenizer, system_prompt, surplus=surplus)
+                for problem in problems]
     prompts = encode(tokenizer, rendered)
     texts = encode_answers(tokenizer, rendered, prompts, [
         with_lead(problem.opening + completion, templated, lead)

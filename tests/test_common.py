@@ -825,7 +825,7 @@ def test_a_model_without_a_dynamic_cache(architecture):
     """RWKV's forward takes its state under another name, MiniMax's takes a cache of its own class, and RecurrentGemma
     keeps a part of its state in its modules, where the rows of a group would not find it."""
     model, tokenizer = random_model(architecture)
-    with pytest.raises(common.UserError, match="takes no DynamicCache"):
+    with pytest.raises(common.UserError, match="its state is no DynamicCache"):
         common.sample(model, tokenizer, PROMPTS, 1, 4)
 
 
