@@ -103,8 +103,9 @@ class RunConfig:
     model: str = flag("tiny", "tiny (built in), a directory, or a hub id")
     data: str = flag("arithmetic", "arithmetic[:DIGITS] (built in), FILE.jsonl[.gz], or a hub id[:CONFIG[:SPLIT]]")
     eval_data: str = flag("", "held-out data, in the same forms; arithmetic brings its own")
-    system_prompt: str = flag("", "system message for the chat template; none: add none; empty: one that asks for "
-                                  "<think> and <answer>, but none for preferences")
+    system_prompt: str = flag("", "system message (without a chat template: text before the prompt); none: no such "
+                                  "message; empty: one that asks for <think> and <answer>, but none for preferences "
+                                  "or before a string without a template")
     max_prompt_tokens: int = flag(1024, "longer prompts are left out, and the script says how many")
     trust_remote_code: bool = flag(False, "run model code that comes with the checkpoint")
     output_dir: str = flag("", "metrics.jsonl, model/, checkpoint/ and the rest go here; empty: runs/SCRIPT")
@@ -114,7 +115,7 @@ class RunConfig:
     log_to: Literal["none", "tensorboard", "wandb"] = flag("none", "a second log, beside metrics.jsonl")
     save_every: int = flag(50, "steps between checkpoints")
     eval_every: int = flag(20, "steps between evaluations; there is one before the first step and one after the last")
-    eval_samples: int = flag(1, "k: beside greedy decoding, sample k completions per problem for avg@k and pass@k")
+    eval_samples: int = flag(1, "k: if above 1, also sample k completions per problem, for avg@k and pass@k")
     micro_batch_tokens: int = flag(4096, "padded tokens per forward and backward pass: lower it when memory runs out")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, 1/3 more time")
     freeze_layers: float = flag(0.0, "this share of the layers, from the first, does not train")
@@ -139,7 +140,8 @@ def parse_config(Config, args: list[str]):
     if args and re.fullmatch(r"[^-].*\.(ya?ml|json)", args[0]):
         with one_line_errors(f"{args[0]}: want a YAML or JSON mapping from flag names to values"):
             import yaml
-            settings = yaml.safe_load(Path(args[0]).read_bytes())  # JSON is YAML
+            read = json.loads if args[0].endswith(".json") else yaml.safe_load
+            settings = read(Path(args[0]).read_bytes())
             args = [f"--{name}" if value is True and str(name).startswith("no_") else f"--{name}={value}"
                     for name, value in settings.items() if value is not None] + args[1:]
     try:
@@ -178,7 +180,7 @@ def launch(main, Config) -> None:
         sys.exit(130)
     except (UserError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # a GPU's; the CPU's
-            error = TrainingFailed(f"out of memory {memory_advice(error)} (the last checkpoint is intact): "
+            error = TrainingFailed(f"out of memory {memory_advice(error)} (any earlier checkpoint is intact): "
                                    f"{str(error).splitlines()[0]}")
         elif not isinstance(error, UserError):
             raise
@@ -223,6 +225,7 @@ def memory_advice(error: BaseException) -> str:
     """Which phase ran out of memory and which flag helps, judged by the functions in the error's traceback."""
     functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     phases = {"load_model": "while loading the model: use more GPUs",
+              "answer_logprobs": "in a forward pass: lower --micro_batch_tokens (with --resume, once the run has begun)",
               "sample": "while sampling: lower --eval_samples, if this was an evaluation, or start again with a lower "
                         "--prompts_per_step (dpo.py: --pairs_per_step) or --max_new_tokens",
               "optimizer_step": "in the optimizer step: use more GPUs, or start again with --freeze_layers"}
@@ -255,7 +258,8 @@ def setup_device() -> torch.device:
             libc.mallopt(-3, 2 ** 25)  # M_MMAP_THRESHOLD
     if (cuda or torchrun) and not dist.is_initialized():  # FSDP2 needs a process group, on a single GPU too
         job = {} if torchrun else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        # Ranks wait while another samples for longer, or rank 0 downloads: half an hour, the default, is too short.
+        # Ranks wait while another samples for longer, or rank 0 downloads. The defaults are too short for that: ten
+        # minutes for NCCL, half an hour for gloo.
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(hours=6), **job)
     return device
 
@@ -295,8 +299,10 @@ def my_share(total: int) -> range:
 
 
 def on_main_rank(work):
-    """Run `work()` on rank 0 while the others wait. If it fails, every rank raises its error. Returns its result on
-    rank 0, None on the others."""
+    """Run `work()` on rank 0 while the others wait. Returns its result on rank 0, None on the others.
+
+    Every rank raises a UserError or OSError of `work`. Any other is a bug: rank 0 alone raises it, which ends the job.
+    """
     result = problem = None
     if rank() == 0:
         try:
@@ -359,7 +365,7 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
         if cls is AutoModelForSequenceClassification:
             ensure_classifier(type(config))
         saved_dtype = config.dtype or torch.float32
-        text_config = config.get_text_config()  # of a model that also sees, the part that reads text
+        text_config = config.get_text_config()  # of a model that also reads images, its language part
         if getattr(text_config, "attn_logit_softcapping", None):  # Gemma 2
             config._attn_implementation = "eager"  # transformers 5.17 would choose sdpa, which leaves the cap out
         for key, value in text_config.to_dict().items():
@@ -382,7 +388,7 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
         raise UserError(f"--model {name}: {type(model).__name__} has no scalar head named score")
     model.saved_dtype = saved_dtype
     model.eval().requires_grad_(trainable)
-    if text_config is not config:  # what only sees gets no gradient, and so needs no moments in the optimizer
+    if text_config is not config:  # what reads images gets no gradient, and so needs no moments in the optimizer
         for parameter in set(model.base_model.parameters()) - set(model.get_decoder().parameters()):
             parameter.requires_grad_(False)
     return shard(model, device)
@@ -418,7 +424,7 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
-    if policy.can_generate():  # `generate` must stop where `sample` does; in Qwen2.5's base models only documents end
+    if policy.can_generate():  # `generate` must stop where `sample` does; Qwen2.5's base models name the documents' end
         with one_line_errors(f"--model {name}: eos_token_id in its generation_config.json"):
             policy.generation_config.eos_token_id = sorted({*eos_ids(policy, tokenizer), turn_end(tokenizer)})
     return policy, tokenizer
@@ -427,7 +433,7 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
 def warn_of_defaults(cfg) -> None:
     """Say which flags of a real model's run still have a default that suits the tiny model."""
     sizes = ["lr", "value_lr", "overlong_buffer"]
-    if getattr(cfg, "on_policy", True):  # otherwise dpo.py reads its answers from a file
+    if getattr(cfg, "on_policy", True) or cfg.eval_problems or is_built_in(cfg.data):  # else nothing is sampled
         sizes.append("max_new_tokens")
     defaults = [f"--{size} {value}" for size, value in vars(cfg).items()
                 if size in sizes and value == getattr(type(cfg), size, None)]
@@ -522,7 +528,7 @@ def gathered(model):
 
 
 def save_model(model, tokenizer, directory: Path) -> None:
-    """Write what from_pretrained, vLLM and TGI load, in the dtype that the model came in. Collective; atomic."""
+    """Write what from_pretrained, vLLM and TGI load, in the dtype that the model came in. Collective; all or nothing."""
     # gathered one at a time into rank 0's CPU memory: no GPU ever holds the whole model
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     distinct = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied weight has one name here
@@ -870,8 +876,8 @@ def encode_answers(tokenizer, rendered: list[tuple[str, bool]], prompts: list[li
                    answers: list[str]) -> list[list[int]]:
     """Token ids of answers as they follow their prompts, which are given as rendered and as token ids.
 
-    A SentencePiece tokenizer would put a space before a text of its own. Where prompt and answer merge at the seam, the
-    answer is read alone all the same.
+    SentencePiece tokenizers put a space before a text that is read alone. Where prompt and answer merge at the seam,
+    the answer is read alone all the same.
     """
     whole = encode(tokenizer, [(text + answer, templated) for (text, templated), answer in zip(rendered, answers)])
     return [ids[len(prompt):] if ids[:len(prompt)] == prompt else tokenize(tokenizer, [answer], special=False)[0]
@@ -881,7 +887,7 @@ def encode_answers(tokenizer, rendered: list[tuple[str, bool]], prompts: list[li
 def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT,
                    surplus: str = "") -> list:
     """Fill in `prompt_ids`; leave out prompts that are empty or too long (--max_prompt_tokens, or what the context
-    leaves beside completions), and say how many.
+    leaves beside completions), and say how many. Raises UserError if none is left.
 
     problems: Problems or Preferences. what: the flag that they come from, for messages.
     """
@@ -1106,6 +1112,18 @@ def collate_preferences(preferences: list[Preference], pad_id: int, device):
     return batch, blocks, torch.tensor(pairs, device=device)
 
 
+AT_ONCE = 1000  # preferences to collate together: a whole file, padded, may not fit into memory
+
+
+def of_each_preference(compute, preferences: list[Preference], pad_id: int, device) -> list[torch.Tensor]:
+    """The values [K] of each preference's answers, where `compute(batch, blocks)` gives those [N] of a batch."""
+    values = []
+    for start in range(0, len(preferences), AT_ONCE):
+        batch, blocks, _ = collate_preferences(preferences[start:start + AT_ONCE], pad_id, device)
+        values += compute(batch, blocks).split([len(rows) for rows in blocks])
+    return values
+
+
 # ---------------------------------------------------------------------------------------------------- sampling
 
 @dataclass
@@ -1169,7 +1187,8 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     prompts: strings (or a single one), used as they are, without a chat template; or lists of token ids. Temperature 0
     is greedy. Any top-k, top-p or penalty in the model's generation config is ignored: the policy that is scored must
     be the policy that sampled. Collective: every rank passes the same prompts, decodes its share of the rows and gets
-    the whole rollout. Raises ValueError if the ranks' prompts differ, if there are none, or if one has no tokens.
+    the whole rollout. Raises ValueError if the ranks' prompts differ, if there are none, or if one has no tokens, and
+    UserError if the model's state is no DynamicCache.
 
     A token is drawn by inverting the cumulative distribution at a uniform random number. Every (row, position) has its
     own number, drawn up front. So apart from rounding in the model, the samples do not depend on which rows share a
@@ -1347,7 +1366,8 @@ class RoomyLayer(DynamicLayer):
         self.keys, self.values = self.keys[:len(stay)], self.values[:len(stay)]
 
 
-# The least sizes of a graph: a smaller one would not save the 0.1 s (an estimate) that its capture takes.
+# A capture takes 0.1 s (an estimate), so a graph has at least this many columns, or all that the cache has, and a graph
+# of no more rows than this is kept until all of them have ended.
 LEAST_COLUMNS, LEAST_ROWS = 256, 16
 
 
@@ -1446,9 +1466,9 @@ def capture_step(model, forward, cache, mask, column: int) -> GraphStep | None:
 def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> torch.Tensor:
     """[n, V] logits, of any dtype -> [n] token ids: draws from softmax(logits / temperature); at 0, the likeliest.
 
-    The draw is the first token whose cumulative probability exceeds the uniform number. The sums are float64, because
-    float32 would round the share of rare tokens away. To sum up the whole vocabulary like that would be slow, so it is
-    cut into blocks of 512 tokens: the sums of the blocks tell in which block the draw falls, and how far into it.
+    The draw is the first token whose cumulative probability exceeds the uniform number. The cumulative sums are
+    float64, because float32 would round the share of rare tokens away. To sum up the whole vocabulary like that would
+    be slow, so it is cut into blocks of 512 tokens: their sums tell in which block the draw falls, and how far into it.
     """
     if temperature == 0:
         return logits.argmax(-1)
@@ -1480,8 +1500,8 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
 #   SlicedLogprobs       memory: of the logits only some columns exist at a time
 
 HEAD_SLICE = {"cpu": 2 ** 21, "cuda": 2 ** 25}  # logits (tokens × vocabulary) at a time: 8 MB, 128 MB in float32
-# A prefix is read once if that saves more tokens than this, and a fifth: the extra pass costs as much. (On CUDA, where
-# it also gathers the weights and reduces the gradients once more, that is an estimate for 1.5B parameters.)
+# A prefix is read once if that saves more tokens than this, and a fifth of all: the extra pass costs as much. (On CUDA,
+# where it also gathers the weights and reduces the gradients once more, that is an estimate for 1.5B parameters.)
 SHARED_TOKENS = {"cpu": 400, "cuda": 4000}
 
 
@@ -1491,7 +1511,7 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     input_ids, attention_mask: [B, L+T], with left-padded prompts and right-padded completions. Returns (logprobs,
     entropy), float32 [B, T], both of softmax(logits / temperature), with gradients. They are 0 on padding, and for the
     first token of a row, which nothing predicts.
-    Call `model.eval()` first if the model has dropout.
+    Call `model.eval()` first if the model has dropout. Raises ValueError if T leaves no column for a prompt.
 
     [B, T, V] never exists: the logits of the real completion tokens are computed in slices of the vocabulary, and again
     in the backward pass. A head that `head_logits` cannot reproduce gets full logits, with one warning.
@@ -1738,7 +1758,7 @@ def rollout_values(model, rollout: Rollout, minibatches, max_tokens: int, comput
     """What `compute` gives for the rows of `minibatches`: [N, T], on every rank, without gradient; 0 elsewhere, or if
     model is None.
 
-    They are computed in the micro-batches of the update, so that in bfloat16 both round alike.
+    With the minibatches of an update, this computes in its very micro-batches, so that in bfloat16 both round alike.
     """
     out = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
     for minibatch in minibatches if model is not None else []:
@@ -1794,7 +1814,7 @@ def micro_batches(batch, blocks: list, max_tokens: int):
             dealt.append([])
             held, (L, T) = new, widths
         dealt[-1].append(block)
-    while len(dealt) % world_size():  # halve the micro-batch with most blocks until there is one for each rank
+    while len(dealt) % world_size():  # halve the micro-batch with most blocks until every rank gets as many
         i = dealt.index(max(dealt, key=len))
         half = (len(dealt[i]) + 1) // 2
         dealt[i:i + 1] = dealt[i][:half], dealt[i][half:]
@@ -1964,7 +1984,7 @@ def evaluate(policy, tokenizer, problems: list[Problem], score, cfg) -> dict[str
         with torch.random.fork_rng(devices=[]):
             _, correct = score(problems, sample(policy, tokenizer, prompts, k, cfg.max_new_tokens, cfg.temperature))
         metrics[f"eval_avg@{k}"] = correct.float().mean().item()
-        # The unbiased estimate of pass@k (Chen et al. 2021, arXiv:2107.03374, eq. 1) is from k samples: is any right?
+        # The unbiased estimate of pass@k (Chen et al. 2021, arXiv:2107.03374, eq. 1), for n = k samples: is any right?
         metrics[f"eval_pass@{k}"] = correct.any(1).float().mean().item()
     return metrics
 
@@ -1995,7 +2015,7 @@ def make_optimizer(model, cfg, betas=(0.9, 0.999)):
     layers = decoder_layers(model)
     for layer in layers[:int(cfg.freeze_layers * len(layers))]:
         layer.requires_grad_(False)
-    if cfg.gradient_checkpointing:  # its second name is the only one before transformers 5.23
+    if cfg.gradient_checkpointing:  # before transformers 5.23 it has only its second name
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         with one_line_errors("--gradient_checkpointing"):  # some architectures lack it
             enable({"use_reentrant": False})
@@ -2096,7 +2116,7 @@ class Run:
                     raise UserError(f"--overwrite: {needed} is, or is in, the run that would be replaced")
 
     def write_config(self):
-        """Write config.json. With --overwrite, remove what the earlier run wrote."""
+        """Write config.json. With --overwrite, first remove the `WRITES` of the earlier run."""
         if self.cfg.overwrite:
             for name in self.WRITES:
                 remove(self.directory / name)
@@ -2226,7 +2246,8 @@ class Run:
         return {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def timing(self, num_tokens: int) -> dict[str, float]:
-        """Time, tokens per second and peak memory of the step so far: call it before the evaluation."""
+        """Seconds and tokens per second of the step so far: call it before the evaluation. Also the peak memory in MB:
+        the GPU's in this step, or on a CPU the process's so far."""
         seconds = time.perf_counter() - self.began
         if self.device.type == "cuda":
             megabytes = torch.cuda.max_memory_allocated() / 2 ** 20
@@ -2515,9 +2536,9 @@ _NUMBER = re.compile(r"(?<![\w.^/:])-?\d+(?:\.\d+)?(?:/\d+)?(?![\w/:^]|\.\d)")
 
 
 def is_equivalent(prediction, answer) -> bool:
-    """Whether two answers mean the same: numbers by exact value, sets and lists of solutions in any order, tuples and
-    intervals in theirs, formulas by their value at three points, text by its letters. Never a tolerance for decimals,
-    never a factor of 100: 50% is 50, not 0.5.
+    """Whether two answers mean the same: numbers by exact value, sets and lists of up to 20 solutions in any order,
+    tuples and intervals in theirs, formulas by their value at three points, text by its letters. Never a tolerance for
+    decimals, never a factor of 100: 50% is 50, not 0.5.
     """
     if prediction is None or answer is None:
         return False
@@ -2737,8 +2758,8 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
     return constant and (kind not in "<≤" or gaps[0] * others[0] > 0)
 
 
-# The unit after a number: words of four letters, or of three after a space, short units, and what goes with them, as in
-# "5 miles per hour" and "9.8 m s^{-2}". For "4210_5" it is the base, which the question names.
+# The unit after a number: words of four or more letters, or of three after a space, short units, and what goes with
+# them, as in "5 miles per hour" and "9.8 m s^{-2}". For "4210_5" it is the base, which the question names.
 _UNIT = re.compile(r"""
     (?<=[\d)}\]\s]) \s* \(? ( mod\d+ | (?:
         (?! (?: sin | cos | tan | log | exp | sqrt ) (?![a-z]) ) (?: /? [A-Za-z]{4,} | (?<=[\s(]) [A-Za-z]{3} )

@@ -2,7 +2,7 @@
 
     clip     1 ± ε          →  1 − ε_low, 1 + ε_high        dapo_loss               (eq. 10)
     groups   all            →  those with 0 < correct < G   dynamic_sampling        (eq. 11)
-    weight   1 / (N·|o_i|)  →  1 / Σ|o_j|                   token_weights           (eq. 12)
+    weight   1 / (N·|o_i|)  →  1 / Σ|o_j|                   token_weights           (eq. 12, over all prompts)
     reward   R              →  R + length penalty           soft_overlong_penalty   (eq. 13)
     reward   1 or 0         →  1 or −1                      load_reward             (eq. 7)
     KL       β·KL           →  none                         dapo_loss               (section 2.3)
@@ -80,7 +80,7 @@ def dynamic_sampling(roll_out, num_prompts: int, max_generation_batches: int):
 
     roll_out(P) returns (batch, rollout, rewards [P, G], correct [P, G]). After the first call, P is as many prompts as
     should yield the groups still missing. Returns the list of all these rollouts, and the groups to train on, numbered
-    through that list. Groups beyond num_prompts are lost: by the next step they would be off-policy.
+    through that list. Groups beyond num_prompts are lost: the next step has another policy.
     """
     drawn, wanted = [], num_prompts
     for _ in range(max_generation_batches):

@@ -62,18 +62,11 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta: float, label_smoo
     return losses, {name: value.detach() for name, value in stats.items()}
 
 
-AT_ONCE = 1000  # preferences to collate together: a whole file, padded, may not fit into memory
-
-
 def answer_logprobs(model, preferences, tokenizer, cfg: Config, device) -> list[torch.Tensor]:
     """log π(y|x) [K] of the K answers of each preference, without gradient; 0 if the model is None."""
-    logprobs = []
-    for start in range(0, len(preferences), AT_ONCE):
-        some = preferences[start:start + AT_ONCE]
-        batch, blocks, _ = common.collate_preferences(some, tokenizer.pad_token_id, device)
-        summed = common.rollout_logprobs(model, batch, [blocks], cfg.micro_batch_tokens, cfg.temperature).sum(dim=1)
-        logprobs += summed.split([len(rows) for rows in blocks])
-    return logprobs
+    def compute(batch, blocks):
+        return common.rollout_logprobs(model, batch, [blocks], cfg.micro_batch_tokens, cfg.temperature).sum(dim=1)
+    return common.of_each_preference(compute, preferences, tokenizer.pad_token_id, device)
 
 
 def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, device) -> dict[str, float]:
@@ -105,7 +98,8 @@ def main(cfg: Config) -> None:
     policy, tokenizer = common.load_policy(cfg, run.device)
     reference = common.load_reference(cfg, run.device) if cfg.on_policy and not cfg.reference_free else None
     optimizer, schedule = common.make_optimizer(policy, cfg)
-    eval_problems = common.encode_prompts(eval_problems, tokenizer, cfg, "--eval_problems",
+    eval_problems = common.encode_prompts(eval_problems, tokenizer, cfg,
+                                          "--eval_problems" if cfg.eval_problems else "--eval_data",
                                           common.SYSTEM_PROMPT if cfg.on_policy else "")  # as in the training prompts
     eval_preferences = common.encode_preferences(eval_preferences, tokenizer, cfg, "--eval_data")
     if cfg.on_policy:

@@ -49,8 +49,8 @@ def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.
 def ranking_loss(rewards: torch.Tensor):
     """Mean of −log σ(r_i − r_j) over all K(K−1)/2 pairs i < j of each row of scores [B, K]. Returns (loss, stats).
 
-    Answers stand best first, and do not tie. `main` also has rankings with ties, or of different lengths: it passes
-    their pairs to `preference_loss` instead.
+    Answers stand best first, and do not tie. `main` does not call this: its rankings may have ties and be of different
+    lengths, so it passes all their pairs to `preference_loss`.
     """
     better, worse = torch.triu_indices(rewards.shape[1], rewards.shape[1], offset=1, device=rewards.device)
     return preference_loss(rewards[:, better].flatten(), rewards[:, worse].flatten())
@@ -96,14 +96,21 @@ def pad_unlike_eos(tokenizer) -> int:
     return tokenizer.pad_token_id
 
 
+def answer_scores(model, preferences, pad_id: int, cfg: Config, device) -> list[torch.Tensor]:
+    """Scores r(x, y) [K] of the K answers of each preference, without gradient."""
+    def compute(batch, blocks):
+        return common.all_scores(model, batch, blocks, cfg.micro_batch_tokens)
+    return common.of_each_preference(compute, preferences, pad_id, device)
+
+
 def evaluate(model, preferences, pad_id: int, cfg: Config, device) -> dict[str, float]:
     """Accuracy, margin and calibration over all pairs of the held-out rows."""
     if not preferences:
         return {}
-    batch, blocks, pairs = common.collate_preferences(preferences, pad_id, device)
-    scores = common.all_scores(model, batch, blocks, cfg.micro_batch_tokens)  # [N]
-    better, worse = scores[pairs].unbind(1)
-    differences = better - worse
+    differences = []
+    for preference, scores in zip(preferences, answer_scores(model, preferences, pad_id, cfg, device)):
+        differences += [scores[better] - scores[worse] for better, worse in preference.pairs]
+    differences = torch.stack(differences)
     right = torch.heaviside(differences, differences.new_tensor(0.5))  # a tie is half right
     return {
         "eval_pair_accuracy": right.mean().item(),
@@ -160,9 +167,8 @@ def main(cfg: Config) -> None:
 
     # Differences of scores mean something, their zero does not: put it at the mean chosen answer. The head has no bias
     # to hold that shift, so model/config.json keeps it, and --reward subtracts it.
-    batch, blocks, _ = common.collate_preferences(data.first(2000), pad_id, run.device)
-    scores = common.all_scores(model, batch, blocks, cfg.micro_batch_tokens)
-    model.config.reward_shift = scores[[rows[0] for rows in blocks]].mean().item()
+    best_scores = [scores[0] for scores in answer_scores(model, data.first(2000), pad_id, cfg, run.device)]
+    model.config.reward_shift = torch.stack(best_scores).mean().item()
     model.config.pad_token_id = pad_unlike_eos(tokenizer)
     run.finish(model, tokenizer)
 

@@ -69,7 +69,8 @@ def test_more_than_the_memory_of_the_machine_is_one_line_too(monkeypatch, capsys
 
 
 @pytest.mark.parametrize("function, advice", [
-    ("load_model", "while loading the model"), ("optimizer_step", "in the optimizer step")])
+    ("load_model", "while loading the model"), ("optimizer_step", "in the optimizer step"),
+    ("answer_logprobs", "lower --micro_batch_tokens")])
 def test_the_phase_that_ran_out_of_memory(function, advice):
     scope = {}
     exec(f"def {function}(): raise MemoryError", scope)

@@ -340,7 +340,7 @@ def test_the_built_in_evaluation_is_on_held_out_problems(job, tmp_path, monkeypa
 @beside(sample_rankings)
 def test_before_the_first_update_all_held_out_pairs_tie(job, tmp_path, monkeypatch):
     """Policy and reference are equal, and computed in the same micro-batches: their log-probs agree to the last bit."""
-    monkeypatch.setattr(dpo, "AT_ONCE", 7)  # several collations
+    monkeypatch.setattr(common, "AT_ONCE", 7)  # several collations
     done = run_script("dpo.py", "--steps", 1, "--pairs_per_step", 2, "--lr", 0, "--output_dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert [line["eval_pair_accuracy"] for line in read_metrics(tmp_path / "run")] == [0.5, 0.5]

@@ -12,7 +12,7 @@ from helpers import (ROOT, assert_metrics, assert_same_weights, begin_with, is_r
                      plain_update, random_model, record_run)
 
 
-def test_the_diff_to_grpo_is_the_papers_list_of_changes():
+def test_the_diff_to_grpo_is_short():
     diff = subprocess.run(["diff", "grpo.py", "dr_grpo.py"], cwd=ROOT, capture_output=True, text=True).stdout
     assert sum(line[0] in "<>" for line in diff.splitlines()) < 40
 

@@ -207,7 +207,7 @@ def test_only_a_fresh_head_is_rescaled():
         torch.testing.assert_close(model.score.weight, before * factor)
 
 
-def test_a_tie_is_not_right_in_training_and_half_right_in_the_evaluation():
+def test_a_tie_is_not_right_in_training_and_half_right_in_the_evaluation(monkeypatch):
     assert reward_model.preference_loss(torch.ones(1), torch.ones(1))[1]["pair_accuracy"] == 0
     tokenizer, cfg = common.tiny_tokenizer(), reward_model.Config()
     rows = [{"prompt": "1+1=?", "chosen": "2", "rejected": "11"},  # each pair both ways round
@@ -226,7 +226,10 @@ def test_a_tie_is_not_right_in_training_and_half_right_in_the_evaluation():
 
     metrics = evaluate(preferences)
     assert metrics["eval_pair_accuracy"] == 0.5 and metrics["eval_margin"] == pytest.approx(0, abs=1e-6)
-    assert evaluate(preferences[::2])["eval_margin"] != pytest.approx(0, abs=1e-3)  # one way round only
+    one_way = evaluate(preferences[::2])
+    assert one_way["eval_margin"] != pytest.approx(0, abs=1e-3)
+    monkeypatch.setattr(common, "AT_ONCE", 1)  # several collations
+    assert evaluate(preferences[::2]) == pytest.approx(one_way)
     torch.nn.init.zeros_(scorer.score.weight)  # all pairs tie
     assert evaluate(preferences)["eval_pair_accuracy"] == 0.5
 

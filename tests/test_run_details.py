@@ -1,4 +1,5 @@
 """`Run`, one method at a time: output directory, logs, checkpoints. (test_runs.py runs whole scripts.)"""
+import dataclasses
 import json
 import math
 import random
@@ -63,11 +64,14 @@ def test_overwrite_spares_the_reward_model_in_use(tmp_path, monkeypatch):
 
 def test_what_may_change_with_resume_and_what_not(tmp_path, monkeypatch):
     begin(tmp_path, monkeypatch)
-    begin(tmp_path, monkeypatch, resume=True, micro_batch_tokens=100, gradient_checkpointing=True, eval_samples=4,
-          eval_every=3, save_every=7, steps=900, max_bad_steps=9)
-    for name, value in {"seed": 1, "lr": 0.2, "data": "arithmetic:3", "temperature": 0.5, "freeze_layers": 0.5}.items():
-        with pytest.raises(common.UserError, match=f"--{name} was"):
-            begin(tmp_path, monkeypatch, resume=True, **{name: value})
+    may_change = {"micro_batch_tokens": 100, "gradient_checkpointing": True, "eval_samples": 4, "eval_every": 3,
+                  "save_every": 7, "steps": 900, "max_bad_steps": 9}
+    begin(tmp_path, monkeypatch, resume=True, **may_change)
+    for field in dataclasses.fields(grpo.Config):
+        if field.name not in {*may_change, "resume", "overwrite", "output_dir", "log_to"}:
+            other = {bool: not field.default}.get(field.type, "other" if isinstance(field.default, str) else 0.125)
+            with pytest.raises(common.UserError, match=f"--{field.name} was"):
+                begin(tmp_path, monkeypatch, resume=True, **{field.name: other})
 
 
 def test_the_seed_is_that_of_all_random_numbers(tmp_path, monkeypatch):
