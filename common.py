@@ -21,6 +21,7 @@ advantages and weights as a single process would. Only the expensive work is div
 import argparse
 import cmath
 import collections
+import collections.abc
 import contextlib
 import copy
 import ctypes
@@ -49,6 +50,7 @@ import sys
 import textwrap
 import time
 import traceback
+import typing
 import unicodedata
 import warnings
 import zlib
@@ -153,9 +155,16 @@ def parse_config(Config, args: list[str]):
         nearest = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), names, n=1)
         advice = f", did you mean --{nearest[0]}?" if nearest else "; see --help"
         raise UserError(f"unknown flag {unknown[0]}{advice}")
+    check_config(cfg)
+    return cfg
 
+
+def check_config(cfg) -> None:
+    """Raise UserError for impossible values, whether they come from flags or from Python."""
     for field in dataclasses.fields(cfg):
         name, value = field.name, getattr(cfg, field.name)
+        if (choices := typing.get_args(field.type)) and value not in choices:
+            raise UserError(f"--{name} {value}: must be one of {', '.join(choices)}")
         low, high = LIMITS.get(name, (1 if field.type is int else 0, LARGEST))
         if field.type in (int, float) and not low <= value <= high:  # NaN fails this too
             wanted = f"between {low} and {high}" if high < 10 ** 6 or value > high else f"at least {low}"
@@ -163,9 +172,8 @@ def parse_config(Config, args: list[str]):
     if getattr(cfg, "minibatches", 1) > getattr(cfg, "prompts_per_step", 1) * getattr(cfg, "group_size", 1):
         raise UserError(f"--minibatches {cfg.minibatches}: more than the completions of a step")
     # Such a buffer would punish even an empty completion. The default may stay with a short --max_new_tokens.
-    if hasattr(cfg, "overlong_buffer") and cfg.overlong_buffer > max(cfg.max_new_tokens, Config.overlong_buffer):
+    if hasattr(cfg, "overlong_buffer") and cfg.overlong_buffer > max(cfg.max_new_tokens, type(cfg).overlong_buffer):
         raise UserError(f"--overlong_buffer {cfg.overlong_buffer}: more than --max_new_tokens {cfg.max_new_tokens}")
-    return cfg
 
 
 def launch(main, Config) -> None:
@@ -179,12 +187,14 @@ def launch(main, Config) -> None:
     except KeyboardInterrupt:  # before `Run.start`, which leaves signals to `Run.note_signal`: nothing to save yet
         sys.exit(130)
     except (UserError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # a GPU's; the CPU's
-            error = TrainingFailed(f"out of memory {memory_advice(error)} (any earlier checkpoint is intact): "
+        if deserted := "by peer" in str(error):  # gloo: "Connection closed by peer"
+            error = TrainingFailed("another process of this run has ended (the last checkpoint, if any, is intact)")
+        elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # a GPU's; the CPU's
+            error = TrainingFailed(f"out of memory {memory_advice(error)} (the last checkpoint, if any, is intact): "
                                    f"{str(error).splitlines()[0]}")
         elif not isinstance(error, UserError):
             raise
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        if deserted or os.environ.get("LOCAL_RANK", "0") != "0":
             # Most errors reach all ranks, and rank 0 reports them: when it exits, torchrun ends this process. One that
             # is still there after this wait has an error of its own.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -225,7 +235,7 @@ def memory_advice(error: BaseException) -> str:
     """Which phase ran out of memory and which flag helps, judged by the functions in the error's traceback."""
     functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     phases = {"load_model": "while loading the model: use more GPUs",
-              "answer_logprobs": "in a forward pass: lower --micro_batch_tokens (with --resume, once the run has begun)",
+              "answer_logprobs": "in a forward pass: lower --micro_batch_tokens (with --resume once the run has begun)",
               "sample": "while sampling: lower --eval_samples, if this was an evaluation, or start again with a lower "
                         "--prompts_per_step (dpo.py: --pairs_per_step) or --max_new_tokens",
               "optimizer_step": "in the optimizer step: use more GPUs, or start again with --freeze_layers"}
@@ -528,7 +538,7 @@ def gathered(model):
 
 
 def save_model(model, tokenizer, directory: Path) -> None:
-    """Write what from_pretrained, vLLM and TGI load, in the dtype that the model came in. Collective; all or nothing."""
+    """Write what from_pretrained, vLLM and TGI load, in the dtype the model came in. Collective; all or nothing."""
     # gathered one at a time into rank 0's CPU memory: no GPU ever holds the whole model
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     distinct = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied weight has one name here
@@ -767,7 +777,10 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
 
 
 def row_prompt(row: dict):
-    return row.get("prompt") or row.get("question") or row.get("problem") or None
+    prompt, system = row.get("prompt") or row.get("question") or row.get("problem") or None, row.get("system")
+    if isinstance(prompt, str) and isinstance(system, str) and system.strip():  # its own column, as in Orca's pairs
+        return [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
+    return prompt
 
 
 def is_prompt(prompt) -> bool:
@@ -778,6 +791,8 @@ def is_prompt(prompt) -> bool:
 
 def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
     """--data and --eval_data, as problems or by another `read(data, split)`."""
+    if not cfg.data:
+        raise UserError("--data: is empty")
     read = read or functools.partial(read_problems, need_answer=cfg.reward == "verifier")
     held_out = cfg.eval_data or (cfg.data if is_built_in(cfg.data) else "")  # a file has no held-out part
     parts = sorted({"train": cfg.data, "eval": held_out}.items(), key=lambda part: is_built_in(part[1]))
@@ -998,7 +1013,11 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
 
 def read_preference(row: dict) -> Preference | None:
     """One row; None if it prefers nothing. A malformed one raises ValueError."""
-    prompt, answers = row_prompt(row), row.get("responses") or [row.get("chosen"), row.get("rejected")]
+    prompt, answers, scores = row_prompt(row), [row.get("chosen"), row.get("rejected")], None
+    if answers == [None, None] and row.get("responses"):
+        answers, scores = row["responses"], row.get("scores")
+        if scores is None and (others := {"rewards", "ratings", "ranks", "rank"} & {*row}):
+            raise ValueError(f"responses must stand best first or have scores: rename {min(others)} if it has them")
     if not isinstance(answers, list) or len(answers) < 2 or not all(map(is_prompt, answers)):
         raise ValueError("want chosen and rejected, or a list of responses: two or more, strings or chat messages")
     conversations = all(isinstance(answer, list) for answer in answers)
@@ -1025,7 +1044,7 @@ def read_preference(row: dict) -> Preference | None:
             raise ValueError("no prompt, and the answers are not dialogues that share a turn up to 'Assistant:'")
         prompt, answers = shared[0], [answer[shared.end():] for answer in answers]
 
-    margin, scores = row.get("margin"), row.get("scores")
+    margin = row.get("margin")
     if margin is not None and not is_number(margin):
         raise ValueError(f"margin must be a number, not {margin!r:.40}")
     if scores is None:
@@ -1187,8 +1206,8 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     prompts: strings (or a single one), used as they are, without a chat template; or lists of token ids. Temperature 0
     is greedy. Any top-k, top-p or penalty in the model's generation config is ignored: the policy that is scored must
     be the policy that sampled. Collective: every rank passes the same prompts, decodes its share of the rows and gets
-    the whole rollout. Raises ValueError if the ranks' prompts differ, if there are none, or if one has no tokens, and
-    UserError if the model's state is no DynamicCache.
+    the whole rollout. Raises ValueError if the ranks' prompts differ, if there are none, or if one has no tokens or has
+    padding, and UserError if the model takes no DynamicCache.
 
     A token is drawn by inverting the cumulative distribution at a uniform random number. Every (row, position) has its
     own number, drawn up front. So apart from rounding in the model, the samples do not depend on which rows share a
@@ -1197,15 +1216,21 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     device = model.device
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     temperature = 0 if greedy else temperature
+    if isinstance(prompts, collections.abc.Mapping):  # the prompts would be its keys
+        raise ValueError("want strings or lists of token ids; of a tokenizer's output, pass the input_ids")
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if all(isinstance(prompt, str) for prompt in prompts):
         prompts = encode(tokenizer, [(prompt, False) for prompt in prompts])
     else:
         prompts = [[int(token) for token in prompt] for prompt in prompts]
+        if pad_id not in (tokenizer.bos_token_id, tokenizer.eos_token_id) and any(
+                pad_id in (prompt[0], prompt[-1]) for prompt in prompts if prompt):
+            raise ValueError("a prompt begins or ends with the pad token: pass token ids without padding")
     if len(set(gather_in_order([zlib.crc32(repr(prompts).encode())]))) > 1:  # a checksum is enough
         raise ValueError("sample is collective: every rank must pass the same prompts")
     if not prompts or not all(prompts):
         raise ValueError("no prompt, or a prompt without tokens: there is nothing to condition on")
+    cache_argument(model)  # raises its error on every rank, also on one without rows
     prompt_ids, prompt_mask, _ = collate(prompts, [[]] * len(prompts), pad_id, device)  # [P, L]
     N = len(prompts) * group_size
     draw = torch.rand if temperature else torch.zeros  # greedy decoding does not move the random state
@@ -1258,6 +1283,16 @@ def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: in
     return max(1, int(free / 2 / ((cache + activations) * compute_dtype(model.device).itemsize + logits)))
 
 
+def cache_argument(model) -> str:
+    """The name under which the model's forward method takes a DynamicCache. Raises UserError if it takes none."""
+    name = "past_key_values" if takes(model, "past_key_values") else "cache_params"  # Mamba
+    if (not takes(model, name) or not model._supports_default_dynamic_cache()  # RWKV, MiniMax
+            or model.config.model_type == "recurrent_gemma"):  # a part of its state is elsewhere
+        raise UserError(f"{type(model).__name__}: its state is no DynamicCache, so it cannot be sampled from; if it "
+                        "wraps a model (PEFT, DDP), pass that model")
+    return name
+
+
 def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, uniforms, temperature):
     """Decode n rows, row i of prompt prompt_of[i] -> tokens [n, max_new_tokens], arbitrary after a row's end.
 
@@ -1270,10 +1305,7 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     mask, rows = prompt_mask[first:last], prompt_of - first
     padded = not mask.all()  # otherwise the model gets no mask, which allows faster kernels
     cache = DynamicCache(config=model.config)
-    cache_name = "past_key_values" if takes(model, "past_key_values") else "cache_params"  # Mamba
-    if (not takes(model, cache_name) or not model._supports_default_dynamic_cache()  # RWKV, MiniMax
-            or model.config.model_type == "recurrent_gemma"):  # a part of its state is elsewhere
-        raise UserError(f"{type(model).__name__}: its state is no DynamicCache, so it cannot be sampled from")
+    cache_name = cache_argument(model)
     has_positions = takes(model, "position_ids")
 
     def forward(ids, mask, positions):
@@ -1511,11 +1543,14 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     input_ids, attention_mask: [B, L+T], with left-padded prompts and right-padded completions. Returns (logprobs,
     entropy), float32 [B, T], both of softmax(logits / temperature), with gradients. They are 0 on padding, and for the
     first token of a row, which nothing predicts.
-    Call `model.eval()` first if the model has dropout. Raises ValueError if T leaves no column for a prompt.
+    Call `model.eval()` first if the model has dropout. Raises ValueError if T leaves no column for a prompt, or if
+    the shapes differ, and RuntimeError where a second derivative is asked for.
 
     [B, T, V] never exists: the logits of the real completion tokens are computed in slices of the vocabulary, and again
     in the backward pass. A head that `head_logits` cannot reproduce gets full logits, with one warning.
     """
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(f"input_ids {[*input_ids.shape]} and attention_mask {[*attention_mask.shape]}: want one shape")
     if num_completion_tokens >= input_ids.shape[1]:
         raise ValueError("no prompt: nothing comes before the first token, so it has no log-prob")
     return once_each(completion_logprobs, model, input_ids, attention_mask, num_completion_tokens, temperature,
@@ -1557,7 +1592,7 @@ def hidden_states(model, input_ids, attention_mask, row, number, logits: bool = 
     real_first = attention_mask.argsort(dim=1, descending=True, stable=True)  # columns, [B, L+T]
     ids = input_ids.gather(1, real_first[:, :width])  # [B, width]
     if logits:
-        out = model(input_ids=ids, use_cache=False).logits
+        out = model(input_ids=ids, use_cache=False).logits[:, -width:]  # PEFT's prompt tuning adds tokens in front
     elif can_share_prefixes(model) and (shared := prefix_to_share(ids)):
         out = read_prefixes_once(model, ids, shared)
     else:
@@ -1685,6 +1720,8 @@ class SlicedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
+        if torch.is_grad_enabled():  # create_graph=True
+            raise RuntimeError("token_logprobs has no second derivative")
         config, temperature, size = ctx.arguments
         targets, top, log_total, entropy, hidden, *weights = ctx.saved_tensors
         hidden = hidden.detach().float().requires_grad_()  # float32, since its gradient is a sum over the slices
@@ -1703,7 +1740,7 @@ class SlicedLogprobs(torch.autograd.Function):
 @torch.no_grad()
 def head_is_sliceable(model) -> bool:
     """Does `head_logits` give the model's own logits? Compared once, on eight tokens, with a warning if it does not."""
-    if hasattr(model, "head_is_sliceable"):
+    if "head_is_sliceable" in vars(model):  # hasattr would ask the model that PEFT wraps
         return model.head_is_sliceable
 
     def compare(model, ids):
@@ -2063,11 +2100,14 @@ class Run:
                   "max_bad_steps", "micro_batch_tokens", "gradient_checkpointing"}
 
     lock = None  # the open file by which this process holds its OUTPUT_DIR
+    handlers = {}  # while a run handles signals: those who did before
 
     def __init__(self, cfg):
         """Check the output directory, join the other ranks, set the seed. Nothing is written before `start`."""
+        check_config(cfg)  # again: it may be a Config built in Python
         self.cfg = cfg
-        self.script = Path(sys.argv[0]).name
+        own_file = getattr(sys.modules[type(cfg).__module__], "__file__", None)  # a notebook's classes have none
+        self.script = Path(own_file or sys.argv[0]).name
         self.directory = Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
         self.next_step = 0  # step 0 is the evaluation before training
         self.bad_steps = collections.Counter()  # skipped updates in a row, by the model's name: PPO trains two
@@ -2173,8 +2213,9 @@ class Run:
             Run.lock = None
 
     def catch_signals(self):
-        """Let `note_signal` handle Ctrl-C and SIGTERM."""
+        """Let `note_signal` handle Ctrl-C and SIGTERM, until `close`."""
         numbers, masks = (signal.SIGINT, signal.SIGTERM), []
+        Run.handlers = Run.handlers or {number: signal.getsignal(number) for number in numbers}
         for number in numbers:
             signal.signal(number, self.note_signal)
 
@@ -2312,7 +2353,11 @@ class Run:
         say(f"saved {self.directory / 'model'}")
 
     def close(self) -> None:
-        """End the progress bar and W&B's run: with several processes, `leave_together` skips Python's exit handlers."""
+        """End the progress bar and W&B's run: with several processes, `leave_together` skips Python's exit handlers.
+        In a notebook, Ctrl-C belongs to the next cell again."""
+        for number, handler in Run.handlers.items():
+            signal.signal(number, handler)
+        Run.handlers = {}
         self.unlock_directory()
         self.bar.close()
         if self.cfg.log_to == "wandb":

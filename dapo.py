@@ -59,6 +59,7 @@ def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch
 
     They are exactly 0 in a group whose rewards are all equal, and in a group of one.
     """
+    rewards = 1.0 * rewards  # bool or integer ones, too
     rewards = rewards - rewards[:, :1]  # equal rewards are exactly 0 from here on, whatever their mean would round to
     mean = rewards.mean(dim=1, keepdim=True)
     std = rewards.std(dim=1, keepdim=True, correction=min(1, rewards.shape[1] - 1))  # sample std (n − 1)
@@ -121,7 +122,7 @@ def dapo_loss(logprobs, old_logprobs, advantages, weights, clip_low: float, clip
     """
     active = weights > 0  # `where` sets the rest to 0; multiplying NaN by a weight of 0 would not
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
-    advantages = advantages.detach()[:, None].where(active, 0.0)
+    advantages = advantages.detach().reshape(-1, 1).where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages

@@ -44,6 +44,7 @@ def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
 
     They are exactly 0 in a group whose rewards are all equal, and in a group of one.
     """
+    rewards = 1.0 * rewards  # bool or integer ones, too
     rewards = rewards - rewards[:, :1]  # equal rewards are exactly 0 from here on, whatever their mean would round to
     mean = rewards.mean(dim=1, keepdim=True)
     return rewards - mean
@@ -65,7 +66,7 @@ def dr_grpo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):
     """
     active = weights > 0  # `where` sets the rest to 0; multiplying NaN by a weight of 0 would not
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
-    advantages = advantages.detach()[:, None].where(active, 0.0)
+    advantages = advantages.detach().reshape(-1, 1).where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages

@@ -63,7 +63,7 @@ def token_rewards(scores: torch.Tensor, logprobs, ref_logprobs, mask, kl_coef: f
     """
     penalty = kl_coef * (logprobs - ref_logprobs)
     last = torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1  # [N, T]
-    return (scores[:, None].where(last, 0.0) - penalty).where(mask, 0.0)
+    return (scores.view(-1, 1).where(last, 0.0) - penalty).where(mask, 0.0)
 
 
 def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float):
@@ -165,7 +165,7 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
     """1 − Var(V̂ − V) / Var(V̂) over all tokens: 1 for a perfect critic, 0 for one no better than a constant."""
     values, returns = values[mask], returns[mask]
     variance = returns.var(correction=0)
-    if variance == 0:
+    if variance <= (1e-6 * torch.stack([values, returns]).abs().max()) ** 2:  # equal returns, but for rounding
         return 0.0
     return (1 - (returns - values).var(correction=0) / variance).item()
 

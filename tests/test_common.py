@@ -549,6 +549,17 @@ def test_the_first_token_of_all_has_no_logprob():
     as_floats, as_numbers = (common.token_logprobs(model, ids, mask, 4)[0]
                              for mask in (torch.ones(2, 5), torch.ones_like(ids)))
     assert torch.equal(as_floats, as_numbers)
+    with pytest.raises(ValueError, match="want one shape"):
+        common.token_logprobs(model, ids, torch.ones(1, 5), 4)
+
+
+def test_there_is_no_second_derivative():
+    """It would be wrong, since the gradient is computed without a graph of its own."""
+    model, _ = random_model("Qwen2")
+    ids = torch.ones(1, 5, dtype=torch.long)
+    logprobs, _ = common.token_logprobs(model, ids, torch.ones_like(ids), 4)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(logprobs.sum(), [*model.parameters()], create_graph=True, allow_unused=True)
 
 
 def test_a_left_padded_row_scores_as_it_does_alone_even_where_its_padding_is_among_the_last_columns():
@@ -774,6 +785,24 @@ def test_a_prompt_has_a_token_at_least():
     for prompts in (["1+1=?", ""], []):
         with pytest.raises(ValueError, match="without tokens"):
             common.sample(model, tokenizer, prompts, 1, 4)
+
+
+def test_padding_is_no_prompt():
+    """Neither is what a tokenizer returns, whose keys would be read as strings."""
+    model, tokenizer = random_model("Qwen2")
+    padded = tokenizer(["1+1=?", "12+34=?"], padding=True)
+    for prompts, error in ((padded, "input_ids"), (padded["input_ids"], "without padding"),
+                           (torch.tensor(padded["input_ids"]).flip(1), "without padding")):
+        with pytest.raises(ValueError, match=error):
+            common.sample(model, tokenizer, prompts, 1, 4)
+
+
+def test_what_cannot_be_sampled_from_is_refused_on_a_rank_without_rows(monkeypatch):
+    model, tokenizer = random_model("Qwen2")
+    model.config.model_type = "recurrent_gemma"
+    monkeypatch.setattr(common, "my_share", lambda total: range(0))
+    with pytest.raises(common.UserError, match="cannot be sampled from"):
+        common.sample(model, tokenizer, ["1+1=?"], 1, 4)
 
 
 def test_ranks_cannot_sample_different_prompts(monkeypatch):

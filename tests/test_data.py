@@ -30,6 +30,12 @@ def test_a_wide_clip_is_allowed():
     assert common.parse_config(importlib.import_module("dapo").Config, ["--clip_high", "5"]).clip_high == 5
 
 
+@pytest.mark.parametrize("flags", [{"clip_eps": -0.2}, {"temperature": 0.0}, {"lr_schedule": "Cosine"}])
+def test_a_config_built_in_python_is_checked_too(flags, tmp_path):
+    with pytest.raises(common.UserError, match=f"--{min(flags)} "):
+        common.Run(importlib.import_module("grpo").Config(**flags, output_dir=str(tmp_path)))
+
+
 def test_as_many_minibatches_as_completions():
     Config = importlib.import_module("grpo").Config
     flags = ["--prompts_per_step", "2", "--group_size", "4", "--minibatches"]

@@ -49,6 +49,8 @@ def test_token_rewards_by_hand():
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
     rewards = ppo.token_rewards(torch.tensor([5.0, -1.0]), logprobs, ref_logprobs, mask, 0.1)
     torch.testing.assert_close(rewards, torch.tensor([[-0.1, 5.1, 0], [-0.8, 0, 0]]))
+    column = torch.tensor([[5.0], [-1.0]])  # [N, 1], as `score` returns them
+    torch.testing.assert_close(ppo.token_rewards(column, logprobs, ref_logprobs, mask, 0.1), rewards)
     rewards = ppo.token_rewards(torch.tensor([5.0, -1.0]), logprobs, torch.zeros(2, 3), mask, 0.0)  # no reference
     torch.testing.assert_close(rewards, torch.tensor([[0, 5.0, 0], [-1, 0, 0]]))
 
@@ -234,6 +236,8 @@ def test_explained_variance_by_hand():
             ([3.0, 2, 1, 0], -3)):  # the wrong way round: errors −2 0 2, of variance 8/3, so 1 − 4
         assert ppo.explained_variance(torch.tensor([values]), returns, mask) == pytest.approx(expected, abs=1e-6)
     assert ppo.explained_variance(returns, torch.ones(1, 4), mask) == 0.0  # the returns are all equal
+    rounded = torch.ones(1, 4) + torch.tensor([0, 1e-7, 0, 0])
+    assert ppo.explained_variance(returns, rounded, mask) == 0.0  # but for rounding
 
 
 def test_the_kl_controller_by_hand():

@@ -26,6 +26,14 @@ def test_preference_loss_by_hand():
     assert loss.isfinite()
 
 
+def test_a_column_of_scores_is_read_as_one_per_pair():
+    """A classifier's logits are [B, 1]; with a margin [B], or less scores [B], they would broadcast to [B, B]."""
+    chosen, rejected, margin = torch.tensor([2.0, 0]), torch.tensor([1.0, 3]), torch.tensor([0.0, 1])
+    expected, _ = reward_model.preference_loss(chosen, rejected, margin)
+    for scores in ((chosen[:, None], rejected[:, None]), (chosen[:, None], rejected)):
+        torch.testing.assert_close(reward_model.preference_loss(*scores, margin)[0], expected)
+
+
 def test_ranking_loss_is_the_mean_over_all_pairs():
     torch.manual_seed(0)
     rewards = torch.randn(3, 4)
@@ -42,6 +50,15 @@ def test_ties_make_no_pair():
     assert common.read_preference({"prompt": "p", "responses": ["a", "b"], "scores": [1, 1]}) is None
     ranked = common.read_preference({"prompt": "p", "responses": ["a", "b", "c"]})
     assert ranked.pairs == [(0, 1), (0, 2), (1, 2)]
+
+
+def test_what_could_turn_an_order_round():
+    """chosen and rejected say it all; what scores belong to responses has to be called so."""
+    for more in ({"responses": ["b", "a"]}, {"scores": [1, 5]}, {"rewards": [1, 5]}):
+        assert common.read_preference({"prompt": "p", "chosen": "a", "rejected": "b", **more}).answers == ["a", "b"]
+    for name in ("rewards", "ratings", "rank"):
+        with pytest.raises(ValueError, match=f"rename {name} "):
+            common.read_preference({"prompt": "p", "responses": ["a", "b"], name: [1, 5]})
 
 
 def test_calibration_error():

@@ -69,7 +69,7 @@ def test_what_may_change_with_resume_and_what_not(tmp_path, monkeypatch):
     begin(tmp_path, monkeypatch, resume=True, **may_change)
     for field in dataclasses.fields(grpo.Config):
         if field.name not in {*may_change, "resume", "overwrite", "output_dir", "log_to"}:
-            other = {bool: not field.default}.get(field.type, "other" if isinstance(field.default, str) else 0.125)
+            other = {bool: not field.default, str: "other", int: 2, float: 0.125}.get(field.type, "linear")
             with pytest.raises(common.UserError, match=f"--{field.name} was"):
                 begin(tmp_path, monkeypatch, resume=True, **{field.name: other})
 
@@ -89,6 +89,25 @@ def test_a_signal_saves(tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         run.end_step(1, {})
     assert stopped.value.code == 143 and [path.name for path in run.checkpoints()] == ["step-000002"]
+
+
+def test_signals_are_the_notebooks_again_once_a_run_is_over(tmp_path, monkeypatch):
+    """Also where a run before it has ended by an error, and so without `close`."""
+    numbers = signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(number) for number in numbers]
+    run = begin(tmp_path, monkeypatch)[0]
+    for _ in range(2):
+        run.catch_signals()
+        assert [signal.getsignal(number) for number in numbers] == [run.note_signal] * 2
+    run.close()
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_a_script_is_known_by_its_file_in_a_notebook_too(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py"])
+    assert common.Run(grpo.Config()).script == "grpo.py"
+    monkeypatch.delattr(grpo, "__file__")  # as if its cells had been copied
+    assert common.Run(grpo.Config()).script == "ipykernel_launcher.py"
 
 
 def test_a_second_signal_ends_at_once(monkeypatch):

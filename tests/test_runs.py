@@ -688,7 +688,7 @@ def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp
     done = run_script("grpo.py", "--prompts_per_step", 2, "--output_dir", tmp_path / "run")
     message, = [line for line in done.stderr.replace("\r", "\n").splitlines() if "error" in line]
     assert done.returncode == 1 and message.startswith("grpo.py: error: out of memory ")
-    assert advice in message and "checkpoint is intact" in message
+    assert advice in message and "checkpoint, if any, is intact" in message
     assert list((tmp_path / "run" / "checkpoint").glob("step-*/.metadata"))
 
 
@@ -825,7 +825,7 @@ def test_an_error_of_one_process_is_said_once_and_ends_all(job):
 
 
 def kill_one_of_them(folder, parts):
-    """Kill a rank or torchrun itself in a run of two processes -> {part: (number of ranks, torchrun's exit code)}."""
+    """Kill a rank or torchrun itself in a run of two processes -> {part: (number of ranks, torchrun's exit code, stderr)}."""
     done = {}
     for killed in parts:
         out = folder / killed
@@ -835,8 +835,8 @@ def kill_one_of_them(folder, parts):
         wait_for((out / "metrics.jsonl").exists, process, process.stderr.read)
         ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
         os.kill(int(ranks[-1]) if killed == "rank" else process.pid, signal.SIGKILL)
-        process.communicate(timeout=90)  # returns once every process has closed stderr
-        done[killed] = len(ranks), process.returncode
+        stderr = process.communicate(timeout=90)[1]  # returns once every process has closed stderr
+        done[killed] = len(ranks), process.returncode, stderr
     return done
 
 
@@ -844,5 +844,16 @@ def kill_one_of_them(folder, parts):
 @pytest.mark.parametrize("killed", ["rank", "torchrun"])
 def test_what_is_killed_takes_the_others_with_it(killed, job):
     """A rank that hangs would waste the machine. One that outlives torchrun would write into the resumed run."""
-    ranks, code = job[killed]
-    assert ranks == 2 and code not in (0, None)
+    ranks, code, stderr = job[killed]
+    assert ranks == 2 and code not in (0, None) and "grpo.py\", line" not in stderr, stderr  # no traceback of the script
+
+
+def test_a_process_that_lost_another_says_so_in_one_line(monkeypatch, capsys):
+    def main(cfg):
+        raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # for torchrun to end it
+    with pytest.raises(SystemExit) as stopped:
+        common.launch(main, common.RunConfig)
+    assert stopped.value.code == 1 and "another process of this run has ended" in capsys.readouterr().err

@@ -48,6 +48,26 @@ def test_huge_log_ratios_stay_finite(loss, difference, advantage):
     assert value.isfinite() and logprobs.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("loss", [
+    lambda *a: grpo.grpo_loss(*a[:2], None, *a[2:], 0.2, 0.0), lambda *a: dapo.dapo_loss(*a, 0.2, 0.28),
+    lambda *a: dr_grpo.dr_grpo_loss(*a, 0.2)])
+def test_a_column_of_advantages_is_read_as_one_per_row(loss):
+    """[N, 1] would otherwise broadcast to [N, N, T], whose advantages sum to 0: nothing would be learned."""
+    logprobs, weights = torch.zeros(2, 3, requires_grad=True), torch.full((2, 3), 1 / 6)
+    for advantages in (torch.tensor([1.0, -1.0]), torch.tensor([[1.0], [-1.0]])):
+        gradient, = torch.autograd.grad(loss(logprobs, logprobs.detach(), advantages, weights)[0], logprobs)
+        torch.testing.assert_close(gradient, torch.tensor([[-1 / 6] * 3, [1 / 6] * 3]))
+
+
+@pytest.mark.parametrize("script", GROUP_SCRIPTS)
+def test_rewards_may_be_verdicts_or_counts(script):
+    group_advantages = importlib.import_module(script).group_advantages
+    expected = group_advantages(torch.tensor([[1.0, 0, 0, 1], [1, 1, 1, 1]]))
+    assert expected[0].any()
+    for rewards in (torch.tensor([[True, False, False, True], [True] * 4]), torch.tensor([[1, 0, 0, 1], [1] * 4])):
+        torch.testing.assert_close(group_advantages(rewards), expected)
+
+
 @pytest.mark.parametrize("script", ["grpo", "dapo", "dr_grpo", "ppo", "dpo --on_policy"])
 def test_the_rollout_is_drawn_at_the_temperature_of_the_run(script, tmp_path, monkeypatch):
     """At a temperature near 0, all completions of a prompt are the greedy one."""
