@@ -410,7 +410,8 @@ def ensure_classifier(config_class) -> None:
         parents = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__mro__
         base = next(parent for parent in parents if parent.__name__.endswith("PreTrainedModel"))
         name = base.__name__.replace("PreTrainedModel", "ForSequenceClassification")
-        classifier = type(name, (GenericForSequenceClassification, base), {"base_model_prefix": base.base_model_prefix})
+        prefix = base.base_model_prefix or "model"  # Llama 4 leaves it empty
+        classifier = type(name, (GenericForSequenceClassification, base), {"base_model_prefix": prefix})
         # transformers 5.17's `register` does nothing for a config of its own
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING._extra_content[config_class] = classifier
 

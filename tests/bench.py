@@ -558,6 +558,9 @@ def against_trl(args, scripts: list[str]):
         yield f"{script}{name}", result
 
 
+COMPARED = {"trl", "race", "grpo", "dpo", "reward_model", "ppo"}  # the cases that need TRL
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -576,8 +579,7 @@ def main() -> None:
     parser.add_argument("--out", default="")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    compared = {"trl", "race", "grpo", "dpo", "reward_model", "ppo"} & set(args.only.split(","))
-    if (args.against or compared) and not importlib.util.find_spec("trl"):
+    if (args.against or COMPARED & set(args.only.split(","))) and not importlib.util.find_spec("trl"):
         parser.error("the comparison with TRL needs pip install trl==1.16.0 datasets")
     if args.device == "cpu" and not args.case:  # the process of a case inherits this, but is not given --device
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise the scripts would use a GPU
@@ -589,6 +591,8 @@ def main() -> None:
         return
     everything = ["rollout", "logprobs", "step"] + (["trl", "race"] if args.against else [])
     wanted = args.only.split(",") if args.only else everything
+    if unknown := set(wanted) - {"rollout", "logprobs", "step", "memory", *COMPARED}:
+        parser.error(f"--only {min(unknown)}: see --help")
     machine = torch.cuda.get_device_name() if args.device == "cuda" else f"{cpu_name()}, {args.threads} threads"
     results = {"machine": machine, "model": args.model, "torch": torch.__version__}
     print(f"{machine}; {args.model}; torch {torch.__version__}, transformers {transformers.__version__}")

@@ -51,6 +51,8 @@ def random_model(architecture: str, seed: int = 0, **changes):
     if architecture == "Gemma4Text":
         sizes.update(head_dim=8, global_head_dim=16, layer_types=["sliding_attention", "full_attention"],
                      hidden_size_per_layer_input=8, vocab_size_per_layer_input=len(tokenizer))
+    if architecture == "Llama4Text":
+        sizes.update(head_dim=8, intermediate_size_mlp=64, num_local_experts=2)
     if architecture == "RecurrentGemma":
         sizes.update(num_key_value_heads=1, block_types=("recurrent", "attention"))
     config_class = getattr(transformers, architecture + "Config")

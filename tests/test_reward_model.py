@@ -295,7 +295,7 @@ def test_a_pad_token_of_its_own_stays_and_without_special_tokens_a_rare_one_pads
     assert reward_model.pad_unlike_eos(bare) == 1
 
 
-@pytest.mark.parametrize("architecture", ["Granite", "Mamba"])
+@pytest.mark.parametrize("architecture", ["Granite", "Mamba", "Llama4Text"])
 def test_an_architecture_without_a_classifier_gets_one(architecture, tmp_path):
     """The score is the head's on the language model's last hidden state, also after saving and loading."""
     model, tokenizer = random_model(architecture)
@@ -303,7 +303,8 @@ def test_an_architecture_without_a_classifier_gets_one(architecture, tmp_path):
     ids = torch.tensor([tokenizer.encode("12+34=?")])
     load = functools.partial(common.load_model, device=torch.device("cpu"), cls=AutoModelForSequenceClassification)
     scorer = load(str(tmp_path / "model"), num_labels=1)
-    score = scorer.score(model.base_model(ids).last_hidden_state[0, -1])
+    body = getattr(model, "model", model.base_model)  # Llama 4's base_model is the whole model
+    score = scorer.score(body(ids).last_hidden_state[0, -1])
     torch.testing.assert_close(common.sequence_scores(scorer, ids, torch.ones_like(ids)), score)
     scorer.save_pretrained(tmp_path / "scorer")
     again = load(str(tmp_path / "scorer"), trainable=False)
