@@ -187,7 +187,7 @@ def launch(main, Config) -> None:
     except KeyboardInterrupt:  # before `Run.start`, which leaves signals to `Run.note_signal`: nothing to save yet
         sys.exit(130)
     except (UserError, RuntimeError) as error:
-        if deserted := "by peer" in str(error):  # gloo: "Connection closed by peer"
+        if deserted := re.search("gloo.* by peer", str(error)):  # "Connection closed by peer"
             error = TrainingFailed("another process of this run has ended (the last checkpoint, if any, is intact)")
         elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # a GPU's; the CPU's
             error = TrainingFailed(f"out of memory {memory_advice(error)} (the last checkpoint, if any, is intact): "

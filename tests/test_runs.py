@@ -848,12 +848,17 @@ def test_what_is_killed_takes_the_others_with_it(killed, job):
     assert ranks == 2 and code not in (0, None) and "grpo.py\", line" not in stderr, stderr  # no traceback of the script
 
 
-def test_a_process_that_lost_another_says_so_in_one_line(monkeypatch, capsys):
+@pytest.mark.parametrize("error, said", [
+    (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"),
+     "another process of this run has ended"),
+    (common.UserError("--model x: no directory or hub id (Connection reset by peer)"), "--model x: no directory")])
+def test_a_process_that_lost_another_says_so_in_one_line(error, said, monkeypatch, capsys):
     def main(cfg):
-        raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+        raise error
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # for torchrun to end it
     with pytest.raises(SystemExit) as stopped:
         common.launch(main, common.RunConfig)
-    assert stopped.value.code == 1 and "another process of this run has ended" in capsys.readouterr().err
+    assert stopped.value.code == getattr(error, "exit_code", 1)
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"grpo.py: error: {said}")
