@@ -21,7 +21,6 @@ advantages and weights as a single process would. Only the expensive work is div
 import argparse
 import cmath
 import collections
-import collections.abc
 import contextlib
 import copy
 import ctypes
@@ -105,9 +104,9 @@ class RunConfig:
     model: str = flag("tiny", "tiny (built in), a directory, or a hub id")
     data: str = flag("arithmetic", "arithmetic[:DIGITS] (built in), FILE.jsonl[.gz], or a hub id[:CONFIG[:SPLIT]]")
     eval_data: str = flag("", "held-out data, in the same forms; arithmetic brings its own")
-    system_prompt: str = flag("", "system message (without a chat template: text before the prompt); none: no such "
-                                  "message; empty: one that asks for <think> and <answer>, but none for preferences "
-                                  "or before a string without a template")
+    system_prompt: str = flag("", "system message (without a chat template: text before the prompt), unless the "
+                                  "data has one; none: add none; empty: one that asks for <think> and <answer>, but "
+                                  "none for preferences or before a string without a template")
     max_prompt_tokens: int = flag(1024, "longer prompts are left out, and the script says how many")
     trust_remote_code: bool = flag(False, "run model code that comes with the checkpoint")
     output_dir: str = flag("", "metrics.jsonl, model/, checkpoint/ and the rest go here; empty: runs/SCRIPT")
@@ -163,8 +162,8 @@ def check_config(cfg) -> None:
     """Raise UserError for impossible values, whether they come from flags or from Python."""
     for field in dataclasses.fields(cfg):
         name, value = field.name, getattr(cfg, field.name)
-        if (choices := typing.get_args(field.type)) and value not in choices:
-            raise UserError(f"--{name} {value}: must be one of {', '.join(choices)}")
+        if typing.get_origin(field.type) is Literal and value not in typing.get_args(field.type):
+            raise UserError(f"--{name} {value}: must be one of {', '.join(typing.get_args(field.type))}")
         low, high = LIMITS.get(name, (1 if field.type is int else 0, LARGEST))
         if field.type in (int, float) and not low <= value <= high:  # NaN fails this too
             wanted = f"between {low} and {high}" if high < 10 ** 6 or value > high else f"at least {low}"
@@ -235,7 +234,7 @@ def memory_advice(error: BaseException) -> str:
     """Which phase ran out of memory and which flag helps, judged by the functions in the error's traceback."""
     functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     phases = {"load_model": "while loading the model: use more GPUs",
-              "answer_logprobs": "in a forward pass: lower --micro_batch_tokens (with --resume once the run has begun)",
+              "answer_logprobs": "in a forward pass: lower --micro_batch_tokens (--resume if there is a checkpoint)",
               "sample": "while sampling: lower --eval_samples, if this was an evaluation, or start again with a lower "
                         "--prompts_per_step (dpo.py: --pairs_per_step) or --max_new_tokens",
               "optimizer_step": "in the optimizer step: use more GPUs, or start again with --freeze_layers"}
@@ -779,7 +778,8 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
 
 def row_prompt(row: dict):
     prompt, system = row.get("prompt") or row.get("question") or row.get("problem") or None, row.get("system")
-    if isinstance(prompt, str) and isinstance(system, str) and system.strip():  # its own column, as in Orca's pairs
+    # A column of its own, as in Orca's pairs. A prompt that is rendered already contains its text.
+    if isinstance(prompt, str) and isinstance(system, str) and system.strip() not in prompt:
         return [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
     return prompt
 
@@ -1015,10 +1015,12 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
 def read_preference(row: dict) -> Preference | None:
     """One row; None if it prefers nothing. A malformed one raises ValueError."""
     prompt, answers, scores = row_prompt(row), [row.get("chosen"), row.get("rejected")], None
-    if answers == [None, None] and row.get("responses"):
+    if not all(answers) and row.get("responses"):
         answers, scores = row["responses"], row.get("scores")
-        if scores is None and (others := {"rewards", "ratings", "ranks", "rank"} & {*row}):
-            raise ValueError(f"responses must stand best first or have scores: rename {min(others)} if it has them")
+        unread = [name for name in ("rewards", "ratings", "ranks", "rank") if isinstance(row.get(name), list)]
+        if scores is None and unread:
+            raise ValueError(f"{unread[0]} beside responses: want scores, higher for better ones, or responses that "
+                             "stand best first and nothing else that could order them")
     if not isinstance(answers, list) or len(answers) < 2 or not all(map(is_prompt, answers)):
         raise ValueError("want chosen and rejected, or a list of responses: two or more, strings or chat messages")
     conversations = all(isinstance(answer, list) for answer in answers)
@@ -1035,9 +1037,12 @@ def read_preference(row: dict) -> Preference | None:
         texts = [text for _, text in turns[0][:-1]]
         known = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
         if not all(text in "\n".join(known) for text in texts):  # the conversations have turns that the prompt lacks
+            system = []
+            if isinstance(prompt, list) and prompt[0]["role"] == "system" and turns[0][0][0] != "system":
+                system, known = prompt[:1], known[1:]  # the conversations leave it out
             if not {text.strip() for text in known} <= set(texts):
                 raise ValueError("want a prompt that the conversations begin with")
-            prompt = answers[0][:-1]
+            prompt = system + answers[0][:-1]
     answers = [answer if isinstance(answer, str) else answer[-1]["content"] for answer in answers]
     if prompt is None:  # whole dialogues as text: "Human: hi Assistant: hello" and "Human: hi Assistant: go away"
         shared = re.match(".*[Aa]ssistant:", os.path.commonprefix(answers), re.S)
@@ -1207,8 +1212,8 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     prompts: strings (or a single one), used as they are, without a chat template; or lists of token ids. Temperature 0
     is greedy. Any top-k, top-p or penalty in the model's generation config is ignored: the policy that is scored must
     be the policy that sampled. Collective: every rank passes the same prompts, decodes its share of the rows and gets
-    the whole rollout. Raises ValueError if the ranks' prompts differ, if there are none, or if one has no tokens or has
-    padding, and UserError if the model takes no DynamicCache.
+    the whole rollout. Raises ValueError if the ranks' prompts differ, if there are none, or if one has no tokens, and
+    UserError if the model takes no DynamicCache.
 
     A token is drawn by inverting the cumulative distribution at a uniform random number. Every (row, position) has its
     own number, drawn up front. So apart from rounding in the model, the samples do not depend on which rows share a
@@ -1217,7 +1222,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     device = model.device
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     temperature = 0 if greedy else temperature
-    if isinstance(prompts, collections.abc.Mapping):  # the prompts would be its keys
+    if hasattr(prompts, "keys"):  # a mapping, whose keys would be read as prompts
         raise ValueError("want strings or lists of token ids; of a tokenizer's output, pass the input_ids")
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if all(isinstance(prompt, str) for prompt in prompts):
@@ -1226,7 +1231,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
         prompts = [[int(token) for token in prompt] for prompt in prompts]
         if pad_id not in (tokenizer.bos_token_id, tokenizer.eos_token_id) and any(
                 pad_id in (prompt[0], prompt[-1]) for prompt in prompts if prompt):
-            raise ValueError("a prompt begins or ends with the pad token: pass token ids without padding")
+            warnings.warn("a prompt begins or ends with the pad token; if that is padding, pass token ids without it")
     if len(set(gather_in_order([zlib.crc32(repr(prompts).encode())]))) > 1:  # a checksum is enough
         raise ValueError("sample is collective: every rank must pass the same prompts")
     if not prompts or not all(prompts):
@@ -1545,7 +1550,7 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     entropy), float32 [B, T], both of softmax(logits / temperature), with gradients. They are 0 on padding, and for the
     first token of a row, which nothing predicts.
     Call `model.eval()` first if the model has dropout. Raises ValueError if T leaves no column for a prompt, or if
-    the shapes differ, and RuntimeError where a second derivative is asked for.
+    the shapes differ, and RuntimeError where a second derivative is asked for (unless it has full logits).
 
     [B, T, V] never exists: the logits of the real completion tokens are computed in slices of the vocabulary, and again
     in the backward pass. A head that `head_logits` cannot reproduce gets full logits, with one warning.
@@ -1741,8 +1746,9 @@ class SlicedLogprobs(torch.autograd.Function):
 @torch.no_grad()
 def head_is_sliceable(model) -> bool:
     """Does `head_logits` give the model's own logits? Compared once, on eight tokens, with a warning if it does not."""
-    if "head_is_sliceable" in vars(model):  # hasattr would ask the model that PEFT wraps
-        return model.head_is_sliceable
+    known = vars(model)  # an attribute would be that of the model inside, where PEFT or torch.compile wraps one
+    if "head_is_sliceable" in known:
+        return known["head_is_sliceable"]
 
     def compare(model, ids):
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
@@ -1753,15 +1759,15 @@ def head_is_sliceable(model) -> bool:
     try:
         ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
         with evaluating(model):
-            model.head_is_sliceable = call_gathered(compare, model, ids)
+            known["head_is_sliceable"] = call_gathered(compare, model, ids)
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, TypeError, RuntimeError):  # no such head, or hidden states of another width
-        model.head_is_sliceable = False
-    if not model.head_is_sliceable:
+        known["head_is_sliceable"] = False
+    if not known["head_is_sliceable"]:
         warnings.warn(f"{type(model).__name__}: its logits are not a plain head on the last hidden states, so "
                       "log-probs hold all logits at once; lower --micro_batch_tokens if memory runs out")
-    return model.head_is_sliceable
+    return known["head_is_sliceable"]
 
 
 def token_values(model, input_ids, attention_mask, T: int):
@@ -2101,14 +2107,14 @@ class Run:
                   "max_bad_steps", "micro_batch_tokens", "gradient_checkpointing"}
 
     lock = None  # the open file by which this process holds its OUTPUT_DIR
-    handlers = {}  # while a run handles signals: those who did before
+    handlers = {}  # of the signals that a run handles: the handlers before it
 
     def __init__(self, cfg):
         """Check the output directory, join the other ranks, set the seed. Nothing is written before `start`."""
         check_config(cfg)  # again: it may be a Config built in Python
         self.cfg = cfg
-        own_file = getattr(sys.modules[type(cfg).__module__], "__file__", None)  # a notebook's classes have none
-        self.script = Path(own_file or sys.argv[0]).name
+        module = sys.modules.get(type(cfg).__module__) if "kernel_launcher" in sys.argv[0] else None  # in a notebook
+        self.script = Path(getattr(module, "__file__", None) or sys.argv[0]).name
         self.directory = Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
         self.next_step = 0  # step 0 is the evaluation before training
         self.bad_steps = collections.Counter()  # skipped updates in a row, by the model's name: PPO trains two
@@ -2355,15 +2361,17 @@ class Run:
 
     def close(self) -> None:
         """End the progress bar and W&B's run: with several processes, `leave_together` skips Python's exit handlers.
-        In a notebook, Ctrl-C belongs to the next cell again."""
-        for number, handler in Run.handlers.items():
-            signal.signal(number, handler)
-        Run.handlers = {}
+
+        Then give signals back to who handled them before: a notebook's next cell does not wait for a step.
+        """
         self.unlock_directory()
         self.bar.close()
         if self.cfg.log_to == "wandb":
             import wandb
             wandb.finish()
+        for number, handler in Run.handlers.items():
+            signal.signal(number, handler)
+        Run.handlers = {}
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first. A directory gets such a name only when all of it is on disk."""

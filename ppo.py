@@ -63,7 +63,7 @@ def token_rewards(scores: torch.Tensor, logprobs, ref_logprobs, mask, kl_coef: f
     """
     penalty = kl_coef * (logprobs - ref_logprobs)
     last = torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1  # [N, T]
-    return (scores.view(-1, 1).where(last, 0.0) - penalty).where(mask, 0.0)
+    return (scores.reshape(-1, 1).where(last, 0.0) - penalty).where(mask, 0.0)
 
 
 def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float):

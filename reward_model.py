@@ -42,7 +42,7 @@ def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.
     InstructGPT eq. 1, with the margin of Llama 2 eq. 2. Scores and margin are [B].
     """
     difference = chosen.flatten() - rejected.flatten()  # [B, 1] − [B] would be [B, B]
-    loss = -F.logsigmoid(difference if margin is None else difference - margin.flatten()).mean()
+    loss = -F.logsigmoid(difference if margin is None else difference - torch.as_tensor(margin).flatten()).mean()
     return loss, {"pair_accuracy": (difference > 0).float().mean().detach(), "margin": difference.mean().detach()}
 
 
@@ -107,10 +107,8 @@ def evaluate(model, preferences, pad_id: int, cfg: Config, device) -> dict[str, 
     """Accuracy, margin and calibration over all pairs of the held-out rows."""
     if not preferences:
         return {}
-    differences = []
-    for preference, scores in zip(preferences, answer_scores(model, preferences, pad_id, cfg, device)):
-        differences += [scores[better] - scores[worse] for better, worse in preference.pairs]
-    differences = torch.stack(differences)
+    scores = answer_scores(model, preferences, pad_id, cfg, device)
+    differences = torch.stack([s[i] - s[j] for preference, s in zip(preferences, scores) for i, j in preference.pairs])
     right = torch.heaviside(differences, differences.new_tensor(0.5))  # a tie is half right
     return {
         "eval_pair_accuracy": right.mean().item(),

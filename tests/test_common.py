@@ -791,9 +791,10 @@ def test_padding_is_no_prompt():
     """Neither is what a tokenizer returns, whose keys would be read as strings."""
     model, tokenizer = random_model("Qwen2")
     padded = tokenizer(["1+1=?", "12+34=?"], padding=True)
-    for prompts, error in ((padded, "input_ids"), (padded["input_ids"], "without padding"),
-                           (torch.tensor(padded["input_ids"]).flip(1), "without padding")):
-        with pytest.raises(ValueError, match=error):
+    with pytest.raises(ValueError, match="input_ids"):
+        common.sample(model, tokenizer, padded, 1, 4)
+    for prompts in (padded["input_ids"], torch.tensor(padded["input_ids"]).flip(1)):
+        with pytest.warns(UserWarning, match="pad token"):  # no error: it may stand there in the data
             common.sample(model, tokenizer, prompts, 1, 4)
 
 

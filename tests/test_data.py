@@ -30,6 +30,20 @@ def test_a_wide_clip_is_allowed():
     assert common.parse_config(importlib.import_module("dapo").Config, ["--clip_high", "5"]).clip_high == 5
 
 
+def test_a_system_column_is_the_prompts_system_message():
+    """As in Orca's pairs. A prompt that is rendered already has it, and a conversation may leave it out."""
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
+    assert common.row_prompt({"system": "Be brief.", "question": "Hi"}) == [system, user]
+    for prompt in ("<|im_start|>system\nBe brief.<|im_end|>", [user]):
+        assert common.row_prompt({"system": "Be brief.", "prompt": prompt}) == prompt
+    for empty in ("", " ", None):
+        assert common.row_prompt({"system": empty, "prompt": "Hi"}) == "Hi"
+    turns = [user, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Bye"}]
+    answers = {name: [*turns, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    row = {"system": "Be brief.", "prompt": "Bye", **answers}
+    assert common.read_preference(row).prompt == [system, *turns]
+
+
 @pytest.mark.parametrize("flags", [{"clip_eps": -0.2}, {"temperature": 0.0}, {"lr_schedule": "Cosine"}])
 def test_a_config_built_in_python_is_checked_too(flags, tmp_path):
     with pytest.raises(common.UserError, match=f"--{min(flags)} "):

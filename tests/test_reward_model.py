@@ -53,12 +53,14 @@ def test_ties_make_no_pair():
 
 
 def test_what_could_turn_an_order_round():
-    """chosen and rejected say it all; what scores belong to responses has to be called so."""
+    """chosen and rejected say it all; scores of responses have to be called so."""
     for more in ({"responses": ["b", "a"]}, {"scores": [1, 5]}, {"rewards": [1, 5]}):
         assert common.read_preference({"prompt": "p", "chosen": "a", "rejected": "b", **more}).answers == ["a", "b"]
     for name in ("rewards", "ratings", "rank"):
-        with pytest.raises(ValueError, match=f"rename {name} "):
+        with pytest.raises(ValueError, match=f"{name} beside responses"):
             common.read_preference({"prompt": "p", "responses": ["a", "b"], name: [1, 5]})
+    best_twice = {"prompt": "p", "chosen": "a", "rejected": None, "responses": ["a", "b"], "rank": None}
+    assert common.read_preference(best_twice).answers == ["a", "b"]
 
 
 def test_calibration_error():

@@ -104,6 +104,7 @@ def test_signals_are_the_notebooks_again_once_a_run_is_over(tmp_path, monkeypatc
 
 
 def test_a_script_is_known_by_its_file_in_a_notebook_too(monkeypatch):
+    assert common.Run(grpo.Config()).script == Path(sys.argv[0]).name  # elsewhere by the file that runs
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py"])
     assert common.Run(grpo.Config()).script == "grpo.py"
     monkeypatch.delattr(grpo, "__file__")  # as if its cells had been copied
