@@ -777,6 +777,7 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
 
 
 def row_prompt(row: dict):
+    """The prompt of a row: a string, or chat messages; None if it has none."""
     prompt, system = row.get("prompt") or row.get("question") or row.get("problem") or None, row.get("system")
     # A column of its own, as in Orca's pairs. A prompt that is rendered already contains its text.
     if isinstance(prompt, str) and isinstance(system, str) and system.strip() not in prompt:

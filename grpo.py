@@ -46,7 +46,7 @@ def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch
 
     They are exactly 0 in a group whose rewards are all equal, and in a group of one.
     """
-    rewards = 1.0 * rewards  # bool or integer ones, too
+    rewards = 1.0 * rewards  # they may be bool or int
     rewards = rewards - rewards[:, :1]  # equal rewards are exactly 0 from here on, whatever their mean would round to
     mean = rewards.mean(dim=1, keepdim=True)
     std = rewards.std(dim=1, keepdim=True, correction=min(1, rewards.shape[1] - 1))  # sample std (n − 1)
