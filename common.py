@@ -1210,11 +1210,11 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
            greedy: bool = False) -> Rollout:
     """Sample `group_size` completions of each prompt from softmax(logits / temperature) over the whole vocabulary.
 
-    prompts: strings (or a single one), used as they are, without a chat template; or lists of token ids. Temperature 0
-    is greedy. Any top-k, top-p or penalty in the model's generation config is ignored: the policy that is scored must
-    be the policy that sampled. Collective: every rank passes the same prompts, decodes its share of the rows and gets
-    the whole rollout. Raises ValueError if the ranks' prompts differ, if there are none, or if one has no tokens, and
-    UserError if the model takes no DynamicCache.
+    prompts: strings (or a single one), used as they are, without a chat template; or lists of token ids, without padding.
+    Temperature 0 is greedy. Any top-k, top-p or penalty in the model's generation config is ignored: the policy that is
+    scored must be the policy that sampled. Collective: every rank passes the same prompts, decodes its share of the
+    rows and gets the whole rollout. Raises ValueError if the ranks' prompts differ, if there are none, or if one has no
+    tokens, and UserError if the model takes no DynamicCache.
 
     A token is drawn by inverting the cumulative distribution at a uniform random number. Every (row, position) has its
     own number, drawn up front. So apart from rounding in the model, the samples do not depend on which rows share a
@@ -1230,9 +1230,6 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
         prompts = encode(tokenizer, [(prompt, False) for prompt in prompts])
     else:
         prompts = [[int(token) for token in prompt] for prompt in prompts]
-        if pad_id not in (tokenizer.bos_token_id, tokenizer.eos_token_id) and any(
-                pad_id in (prompt[0], prompt[-1]) for prompt in prompts if prompt):
-            warnings.warn("a prompt begins or ends with the pad token; if that is padding, pass token ids without it")
     if len(set(gather_in_order([zlib.crc32(repr(prompts).encode())]))) > 1:  # a checksum is enough
         raise ValueError("sample is collective: every rank must pass the same prompts")
     if not prompts or not all(prompts):

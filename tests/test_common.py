@@ -3,6 +3,7 @@ import gzip
 import json
 import math
 import sys
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -787,15 +788,20 @@ def test_a_prompt_has_a_token_at_least():
             common.sample(model, tokenizer, prompts, 1, 4)
 
 
-def test_padding_is_no_prompt():
-    """Neither is what a tokenizer returns, whose keys would be read as strings."""
+def test_for_token_ids_a_tokenizer_needs_only_its_ends_and_decoding():
+    """bench.py passes no more."""
     model, tokenizer = random_model("Qwen2")
-    padded = tokenizer(["1+1=?", "12+34=?"], padding=True)
+    least = types.SimpleNamespace(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+                                  batch_decode=tokenizer.batch_decode)
+    rollouts = [common.sample(model, t, [[7, 8, 9]], 1, 8, greedy=True) for t in (least, tokenizer)]
+    assert torch.equal(*(rollout.input_ids for rollout in rollouts))
+
+
+def test_what_a_tokenizer_returns_is_no_prompt():
+    """Its keys would be read as strings."""
+    model, tokenizer = random_model("Qwen2")
     with pytest.raises(ValueError, match="input_ids"):
-        common.sample(model, tokenizer, padded, 1, 4)
-    for prompts in (padded["input_ids"], torch.tensor(padded["input_ids"]).flip(1)):
-        with pytest.warns(UserWarning, match="pad token"):  # no error: it may stand there in the data
-            common.sample(model, tokenizer, prompts, 1, 4)
+        common.sample(model, tokenizer, tokenizer(["1+1=?", "12+34=?"]), 1, 4)
 
 
 def test_what_cannot_be_sampled_from_is_refused_on_a_rank_without_rows(monkeypatch):
