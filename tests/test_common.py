@@ -3,7 +3,6 @@ import gzip
 import json
 import math
 import sys
-import types
 from types import SimpleNamespace
 
 import pytest
@@ -791,7 +790,7 @@ def test_a_prompt_has_a_token_at_least():
 def test_for_token_ids_a_tokenizer_needs_only_its_ends_and_decoding():
     """bench.py passes no more."""
     model, tokenizer = random_model("Qwen2")
-    least = types.SimpleNamespace(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    least = SimpleNamespace(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
                                   batch_decode=tokenizer.batch_decode)
     rollouts = [common.sample(model, t, [[7, 8, 9]], 1, 8, greedy=True) for t in (least, tokenizer)]
     assert torch.equal(*(rollout.input_ids for rollout in rollouts))
