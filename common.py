@@ -136,7 +136,7 @@ LIMITS = {
 
 
 def parse_config(Config, args: list[str]):
-    """Flags, or a YAML/JSON file followed by further flags -> a checked Config. Raises UserError."""
+    """Flags, or a YAML/JSON file followed by further flags -> Config. Raises UserError."""
     parser = HfArgumentParser(Config, allow_abbrev=False, exit_on_error=False)
     if args and re.fullmatch(r"[^-].*\.(ya?ml|json)", args[0]):
         with one_line_errors(f"{args[0]}: want a YAML or JSON mapping from flag names to values"):
@@ -154,7 +154,6 @@ def parse_config(Config, args: list[str]):
         nearest = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), names, n=1)
         advice = f", did you mean --{nearest[0]}?" if nearest else "; see --help"
         raise UserError(f"unknown flag {unknown[0]}{advice}")
-    check_config(cfg)
     return cfg
 
 
@@ -2109,7 +2108,7 @@ class Run:
 
     def __init__(self, cfg):
         """Check the output directory, join the other ranks, set the seed. Nothing is written before `start`."""
-        check_config(cfg)  # again: it may be a Config built in Python
+        check_config(cfg)
         self.cfg = cfg
         module = sys.modules.get(type(cfg).__module__) if "kernel_launcher" in sys.argv[0] else None  # in a notebook
         self.script = Path(getattr(module, "__file__", None) or sys.argv[0]).name

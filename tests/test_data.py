@@ -23,11 +23,11 @@ cpu = torch.device("cpu")
     ("grpo", "kl_coef", -0.1), ("dpo", "label_smoothing", 0.6), ("grpo", "temperature", 0), ("dpo", "beta", 0)])
 def test_a_flag_out_of_range(script, name, value):
     with pytest.raises(common.UserError, match=f"--{name} .*must be"):
-        common.parse_config(importlib.import_module(script).Config, [f"--{name}={value}"])
+        common.check_config(importlib.import_module(script).Config(**{name: value}))
 
 
 def test_a_wide_clip_is_allowed():
-    assert common.parse_config(importlib.import_module("dapo").Config, ["--clip_high", "5"]).clip_high == 5
+    common.check_config(importlib.import_module("dapo").Config(clip_high=5.0))
 
 
 def test_a_system_column_is_the_prompts_system_message():
@@ -52,10 +52,9 @@ def test_a_config_built_in_python_is_checked_too(flags, tmp_path):
 
 def test_as_many_minibatches_as_completions():
     Config = importlib.import_module("grpo").Config
-    flags = ["--prompts_per_step", "2", "--group_size", "4", "--minibatches"]
-    assert common.parse_config(Config, [*flags, "8"]).minibatches == 8
+    common.check_config(Config(prompts_per_step=2, group_size=4, minibatches=8))
     with pytest.raises(common.UserError, match="more than"):
-        common.parse_config(Config, [*flags, "9"])
+        common.check_config(Config(prompts_per_step=2, group_size=4, minibatches=9))
 
 
 def test_flags_are_not_abbreviated():
