@@ -405,8 +405,7 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
 def ensure_classifier(config_class) -> None:
     """Some language models come without a sequence classifier (Granite, Cohere, OLMoE): put one together for them."""
     if config_class in MODEL_FOR_CAUSAL_LM_MAPPING and config_class not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        parents = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__mro__
-        base = next(parent for parent in parents if parent.__name__.endswith("PreTrainedModel"))
+        base = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__bases__[0]  # Granite's: GranitePreTrainedModel
         name = base.__name__.replace("PreTrainedModel", "ForSequenceClassification")
         prefix = base.base_model_prefix or "model"  # Llama 4 leaves it empty
         classifier = type(name, (GenericForSequenceClassification, base), {"base_model_prefix": prefix})
