@@ -794,10 +794,9 @@ def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
     if not cfg.data:
         raise UserError("--data: is empty")
     read = read or functools.partial(read_problems, need_answer=cfg.reward == "verifier")
-    held_out = cfg.eval_data or (cfg.data if is_built_in(cfg.data) else "")  # a file has no held-out part
-    parts = sorted({"train": cfg.data, "eval": held_out}.items(), key=lambda part: is_built_in(part[1]))
-    rows = {split: read(data, split) if data else [] for split, data in parts}  # files first: one may be missing
-    return rows["train"], rows["eval"]
+    eval_data = cfg.eval_data or (cfg.data if is_built_in(cfg.data) else "")  # a file has no held-out part
+    held_out = read(eval_data, "eval") if eval_data else []  # first: the file may be missing, and --data take long
+    return read(cfg.data, "train"), held_out
 
 
 def tokenize(tokenizer, texts: list[str], special: bool) -> list[list[int]]:
