@@ -878,21 +878,19 @@ def turn_end(tokenizer) -> int:
     return answer_form(tokenizer)[2]
 
 
-def with_lead(answer: str, templated: bool, lead: str) -> str:
-    """The answer with what its template puts before it, unless that is an empty thought and the answer has its own."""
-    if not templated:
-        return answer
-    answer = answer.lstrip()
-    return answer if answer.startswith("<think>") and "<think>" in lead else lead + answer
-
-
-def encode_answers(tokenizer, rendered: list[tuple[str, bool]], prompts: list[list[int]],
-                   answers: list[str]) -> list[list[int]]:
+def encode_answers(tokenizer, rendered: list[tuple[str, bool]], prompts: list[list[int]], answers: list[str],
+                   lead: str) -> list[list[int]]:
     """Token ids of answers as they follow their prompts, which are given as rendered and as token ids.
+
+    lead: what a template puts before an answer (`answer_form`). An answer with a thought of its own gets no empty one.
 
     SentencePiece tokenizers put a space before a text that is read alone. Where prompt and answer merge at the seam,
     the answer is read alone all the same.
     """
+    def with_lead(answer):
+        answer = answer.lstrip()
+        return answer if answer.startswith("<think>") and "<think>" in lead else lead + answer
+    answers = [with_lead(answer) if templated else answer for (_, templated), answer in zip(rendered, answers)]
     whole = encode(tokenizer, [(text + answer, templated) for (text, templated), answer in zip(rendered, answers)])
     return [ids[len(prompt):] if ids[:len(prompt)] == prompt else tokenize(tokenizer, [answer], special=False)[0]
             for ids, prompt, answer in zip(whole, prompts, answers)]
@@ -1081,9 +1079,9 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
                 answer = min((answer.rstrip().removesuffix(ending) for ending in endings), key=len)
             rendered.append(preference.rendered)
             prompts.append(preference.prompt_ids)
-            answers.append(with_lead(answer, preference.rendered[1], lead))
+            answers.append(answer)
     with one_line_errors(f"{what}: the tokenizer cannot read an answer"):
-        ids = iter(encode_answers(tokenizer, rendered, prompts, answers))
+        ids = iter(encode_answers(tokenizer, rendered, prompts, answers, lead))
     cut = 0
     for preference in kept:
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
@@ -1956,9 +1954,8 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     rendered = [render_prompt(row_prompt(problem.row), tokenizer, system_prompt, surplus=surplus)
                 for problem in problems]
     prompts = encode(tokenizer, rendered)
-    texts = encode_answers(tokenizer, rendered, prompts, [
-        with_lead(problem.opening + completion, templated, lead)
-        for problem, completion, (_, templated) in zip(problems, rollout.completions, rendered)])
+    answers = [problem.opening + completion for problem, completion in zip(problems, rollout.completions)]
+    texts = encode_answers(tokenizer, rendered, prompts, answers, lead)
     completions = [prompt[-1:] + text + [end] * finished
                    for prompt, text, finished in zip(prompts, texts, rollout.finished.tolist())]
     return collate([prompt[:-1] for prompt in prompts], completions, tokenizer.pad_token_id, rollout.mask.device)
