@@ -1070,16 +1070,12 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
     """Fill in the token ids of prompts and answers, written as the template writes a conversation (`answer_form`).
     Answers are cut at --max_completion_tokens or where the context ends."""
     surplus, lead, end = answer_form(tokenizer)
-    endings = tuple(tokenizer.convert_ids_to_tokens([end, tokenizer.eos_token_id]))
+    endings = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens([end, tokenizer.eos_token_id])))
+    endings = rf"(({endings})\s*)+$"  # some data has them already
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="", surplus=surplus)
-    rendered, prompts, answers = [], [], []
-    for preference in kept:
-        for answer in preference.answers:
-            while answer.rstrip().endswith(endings):  # some data has it already
-                answer = min((answer.rstrip().removesuffix(ending) for ending in endings), key=len)
-            rendered.append(preference.rendered)
-            prompts.append(preference.prompt_ids)
-            answers.append(answer)
+    rendered = [preference.rendered for preference in kept for _ in preference.answers]
+    prompts = [preference.prompt_ids for preference in kept for _ in preference.answers]
+    answers = [re.sub(endings, "", answer) for preference in kept for answer in preference.answers]
     with one_line_errors(f"{what}: the tokenizer cannot read an answer"):
         ids = iter(encode_answers(tokenizer, rendered, prompts, answers, lead))
     cut = 0
