@@ -838,18 +838,17 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, enable_thinking=True,
                                              open_thinking=bool(default))  # without these some close <think> at once
-        left_out = [m["role"] for m in messages if m["role"] != "assistant"  # templates shorten the assistant's
-                    and max(re.findall(r"\w+", m["content"]), key=len, default="") not in text]
-        if not left_out:
-            return text.removesuffix(surplus), True
-        reason = f"it leaves out the message of role {left_out[0]}"
+        for m in messages:
+            longest = max(re.findall(r"\w+", m["content"]), key=len, default="")
+            if longest not in text and m["role"] != "assistant":  # templates shorten the assistant's
+                raise ValueError(f"it leaves out the message of role {m['role']}")
     except Exception as error:  # templates are programs
-        reason = error
-    if messages[0]["role"] != "system" or len(messages) == 1:
-        raise UserError(f"{tokenizer.name_or_path}: the chat template refuses a prompt: {reason}")
-    # Some templates (Gemma's) have no system role: put its text in front of the first message.
-    first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
-    return render_prompt([first, *messages[2:]], tokenizer, "", "", surplus)
+        if messages[0]["role"] != "system" or len(messages) == 1:
+            raise UserError(f"{tokenizer.name_or_path}: the chat template refuses a prompt: {error}") from error
+        # Some templates (Gemma's) have no system role: put its text in front of the first message.
+        first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
+        return render_prompt([first, *messages[2:]], tokenizer, "", "", surplus)
+    return text.removesuffix(surplus), True
 
 
 def answer_form(tokenizer) -> tuple[str, str, int]:
