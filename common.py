@@ -817,6 +817,13 @@ def encode(tokenizer, prompts: list[tuple[str, bool]]) -> list[list[int]]:
     return [ids if templated or ids[:len(bos)] == bos else bos + ids for (_, templated), ids in zip(prompts, encoded)]
 
 
+@functools.lru_cache(1)  # Gemma 3 has thousands of added tokens: 30 ms for every prompt
+def special_tokens(tokenizer) -> tuple[str, ...]:
+    """Those with a name of their own and the others, such as Phi-3's <|user|>."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return *tokenizer.all_special_tokens, *added
+
+
 def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_PROMPT,
                   surplus: str = "") -> tuple[str, bool]:
     """A string or chat messages -> (text for the model, whether a chat template wrote it).
@@ -825,8 +832,7 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
     """
     if system_prompt == "none":
         system_prompt = default = ""
-    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    if isinstance(prompt, str) and prompt.lstrip().startswith((*tokenizer.all_special_tokens, *added)):
+    if isinstance(prompt, str) and prompt.lstrip().startswith(special_tokens(tokenizer)):
         return prompt, False  # a template has been applied to the data already, perhaps without its BOS
     if isinstance(prompt, str) and not tokenizer.chat_template:
         return f"{system_prompt}\n\n{prompt}" if system_prompt else prompt, False
