@@ -1978,9 +1978,7 @@ def load_reward_function(spec: str):
         sys.modules[module_name] = module  # so that pickle, and with it multiprocessing, finds what the file defines
         with contextlib.chdir("."), torch.enable_grad():  # whatever the file changes of these is undone
             source.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # user code can raise anything: SystemExit, asyncio.CancelledError
+    except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may end in sys.exit
         raise UserError(f"--reward {spec}: {path} does not load: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -1990,9 +1988,7 @@ def load_reward_function(spec: str):
         try:
             with contextlib.chdir("."), torch.enable_grad():
                 reward = function(problem.prompt, completion, copy.deepcopy(problem.row))
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
+        except (Exception, SystemExit) as error:
             lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == source.origin]
             line = f" (line {lines[-1]})" if lines else ""
             raise UserError(f"--reward {spec} raised {type(error).__name__}: {error}{line}, on row "

@@ -155,8 +155,7 @@ def test_bad_reward_file(fails, tmp_path):
 @pytest.mark.parametrize("body, message", [
     ("raise KeyError('gold')", "raised KeyError: 'gold'"), ("return float('nan')", "returned nan"),
     ("raise SystemExit(0)", "raised SystemExit"), ("return 10 ** 400", "returned 1000"),
-    ("return 1e300", "returned 1e+300"), ("return None", "returned None"), ("return 'good'", "returned 'good'"),
-    ("raise BaseException('late')", "raised BaseException: late")])
+    ("return 1e300", "returned 1e+300"), ("return None", "returned None"), ("return 'good'", "returned 'good'")])
 def test_a_reward_function_that_fails_names_the_row(tmp_path, body, message):
     path = write(tmp_path / "reward.py", f"def f(prompt, completion, row):\n    {body}\n")
     judge = common.load_reward_function(f"{path}:f")
