@@ -1933,8 +1933,6 @@ def load_reward_model(cfg):
     if model.config.num_labels != 1:
         raise UserError(f"--reward {cfg.reward}: want a sequence classifier with one label, as reward_model.py saves")
     shift = getattr(model.config, "reward_shift", 0.0)
-    if not is_number(shift):
-        raise UserError(f"--reward {cfg.reward}: reward_shift in its config.json is no number: {shift!r}")
     same_tokens = own.get_vocab() == load_tokenizer(model_name(cfg), cfg.trust_remote_code).get_vocab()
 
     def scores(problems: list[Problem], rollout: Rollout) -> torch.Tensor:

@@ -400,13 +400,6 @@ def test_a_reward_model_reads_the_sampled_tokens_at_the_last_of_them(tmp_path, p
     assert torch.equal(correct, expected.bool())
 
 
-def test_a_shift_that_is_no_number(tmp_path, policy_directory):
-    for shift in (None, "0.5", float("nan")):
-        save_reward_model(tmp_path / "rm", shift=shift)
-        with pytest.raises(common.UserError, match="rm: reward_shift in its config.json is no number"):
-            common.load_reward(reward_config(tmp_path / "rm", policy_directory))
-
-
 def test_a_reward_model_of_another_vocabulary_reads_the_text(tmp_path, policy_directory):
     """A reward model and its tokenizer get their token ids reversed: it must now read the decoded text.
 
