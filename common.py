@@ -1024,26 +1024,17 @@ def read_preference(row: dict) -> Preference | None:
                              "stand best first and nothing else that could order them")
     if not isinstance(answers, list) or len(answers) < 2 or not all(map(is_prompt, answers)):
         raise ValueError("want chosen and rejected, or a list of responses: two or more, strings or chat messages")
-    conversations = all(isinstance(answer, list) for answer in answers)
-    if prompt is None and conversations:
-        prompt = answers[0][:-1]
     if prompt is not None and not is_prompt(prompt):
         raise ValueError("want a prompt (string or chat messages)")
-    if conversations:
+    if all(isinstance(answer, list) for answer in answers):
         turns = [[(turn["role"], turn["content"].strip()) for turn in answer] for answer in answers]
         if any(turn[:-1] != turns[0][:-1] for turn in turns):
             raise ValueError("want conversations that share all but their last turns")
         if any(turn[-1][0] in ("user", "system") for turn in turns):
             raise ValueError("want conversations that end with an answer")
-        texts = [text for _, text in turns[0][:-1]]
-        known = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-        if not all(text in "\n".join(known) for text in texts):  # the conversations have turns that the prompt lacks
-            system = []
-            if isinstance(prompt, list) and prompt[0]["role"] == "system" and turns[0][0][0] != "system":
-                system, known = prompt[:1], known[1:]  # the conversations leave it out
-            if not {text.strip() for text in known} <= set(texts):
-                raise ValueError("want a prompt that the conversations begin with")
-            prompt = system + answers[0][:-1]
+        known = [] if prompt is None else [prompt] if isinstance(prompt, str) else prompt
+        if len(turns[0]) - 1 > len(known):  # a `prompt` may stand beside conversations, and may be one turn of several
+            prompt = answers[0][:-1]
     answers = [answer if isinstance(answer, str) else answer[-1]["content"] for answer in answers]
     if prompt is None:  # whole dialogues as text: "Human: hi Assistant: hello" and "Human: hi Assistant: go away"
         shared = re.match(".*[Aa]ssistant:", os.path.commonprefix(answers), re.S)

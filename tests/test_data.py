@@ -31,17 +31,15 @@ def test_a_wide_clip_is_allowed():
 
 
 def test_a_system_column_is_the_prompts_system_message():
-    """As in Orca's pairs. A prompt that is rendered already has it, and a conversation may leave it out."""
+    """As in Orca's pairs. A prompt that is rendered already has it, and conversations may leave it out."""
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
     assert common.row_prompt({"system": "Be brief.", "question": "Hi"}) == [system, user]
     for prompt in ("<|im_start|>system\nBe brief.<|im_end|>", [user]):
         assert common.row_prompt({"system": "Be brief.", "prompt": prompt}) == prompt
     for empty in ("", " ", None):
         assert common.row_prompt({"system": empty, "prompt": "Hi"}) == "Hi"
-    turns = [user, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Bye"}]
-    answers = {name: [*turns, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
-    row = {"system": "Be brief.", "prompt": "Bye", **answers}
-    assert common.read_preference(row).prompt == [system, *turns]
+    answers = {name: [user, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    assert common.read_preference({"system": "Be brief.", "prompt": "Hi", **answers}).prompt == [system, user]
 
 
 @pytest.mark.parametrize("flags", [{"clip_eps": -0.2}, {"temperature": 0.0}, {"lr_schedule": "Cosine"}])
@@ -504,12 +502,10 @@ def test_a_prompt_beside_conversations_of_several_turns():
             "rejected": [*turns, {"role": "assistant", "content": "b"}]}
     for prompt in ("1", "3", turns[:1], turns):
         assert common.read_preference({"prompt": prompt, **rest}).prompt == turns
-    for prompt in ("<user>1<assistant>2<user>3<assistant>", [{"role": "system", "content": "0"}, *turns]):  # complete
-        assert common.read_preference({"prompt": prompt, **rest}).prompt == prompt
+    complete = [{"role": "system", "content": "0"}, *turns]
+    assert common.read_preference({"prompt": complete, **rest}).prompt == complete
     spaced = [{**turn, "content": turn["content"] + " ", "id": 7} for turn in rest["rejected"]]
     assert common.read_preference({"prompt": "1", **rest, "rejected": spaced}).answers == ["a", "b "]
-    with pytest.raises(ValueError, match="want a prompt that the conversations begin with"):
-        common.read_preference({"prompt": "4", **rest})
     with pytest.raises(ValueError, match="want conversations that end with an answer"):
         common.read_preference({"prompt": "1", "chosen": turns, "rejected": turns[:2] + [{**turns[2], "content": "4"}]})
     with pytest.raises(ValueError, match="all but their last turns"):

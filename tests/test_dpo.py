@@ -252,7 +252,7 @@ def test_answers_are_cut_where_the_context_ends(capsys):
      "want conversations that share"),
     ({"chosen": [{"role": "assistant", "content": "a"}],
       "rejected": [{"role": "assistant", "content": "b"}]},
-     "want a prompt"),
+     "no prompt"),
     ({"prompt": [1], "responses": [[{"role": "assistant", "content": text}] for text in "ab"]}, "want a prompt")])
 def test_broken_preference_rows_are_named(tmp_path, row, message):
     path = tmp_path / "pairs.jsonl"
