@@ -910,9 +910,7 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
     """
     texts = [render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt, surplus)
              for problem in problems]
-    with one_line_errors(f"{what}: the tokenizer cannot read a prompt"):
-        encoded = encode(tokenizer, texts)
-    for problem, (text, templated), ids in zip(problems, texts, encoded):
+    for problem, (text, templated), ids in zip(problems, texts, encode(tokenizer, texts)):
         if cfg.model == "tiny" and tokenizer.unk_token_id in ids:
             raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}")
         problem.prompt_ids = ids
@@ -1072,8 +1070,7 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
     rendered = [preference.rendered for preference in kept for _ in preference.answers]
     prompts = [preference.prompt_ids for preference in kept for _ in preference.answers]
     answers = [re.sub(endings, "", answer) for preference in kept for answer in preference.answers]
-    with one_line_errors(f"{what}: the tokenizer cannot read an answer"):
-        ids = iter(encode_answers(tokenizer, rendered, prompts, answers, lead))
+    ids = iter(encode_answers(tokenizer, rendered, prompts, answers, lead))
     cut = 0
     for preference in kept:
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
