@@ -799,21 +799,18 @@ def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
     return read(cfg.data, "train"), held_out
 
 
-def tokenize(tokenizer, texts: list[str], special: bool) -> list[list[int]]:
-    """Token ids of texts. In batches: twice as fast as one by one, without the memory that all at once would take."""
-    return [ids for first in range(0, len(texts), 1000)
-            for ids in tokenizer(texts[first:first + 1000], add_special_tokens=special)["input_ids"]]
-
-
 def encode(tokenizer, prompts: list[tuple[str, bool]]) -> list[list[int]]:
     """Token ids of prompts, each a text and whether a chat template wrote it.
 
     A template writes all the special tokens itself. Any other text gets the tokenizer's BOS in front, unless the
     tokenizer has none or the text begins with it. No prompt gets an EOS: its completion follows.
     """
-    with_special, plain = (tokenize(tokenizer, ["1"], special)[0] for special in (True, False))
+    with_special, plain = (tokenizer("1", add_special_tokens=special)["input_ids"] for special in (True, False))
     bos = with_special[:with_special.index(plain[0])]  # a list of one token, or of none
-    encoded = tokenize(tokenizer, [text for text, _ in prompts], special=False)
+    texts = [text for text, _ in prompts]
+    # In batches: twice as fast as one by one, without the memory that all at once would take.
+    encoded = [ids for first in range(0, len(texts), 1000)
+               for ids in tokenizer(texts[first:first + 1000], add_special_tokens=False)["input_ids"]]
     return [ids if templated or ids[:len(bos)] == bos else bos + ids for (_, templated), ids in zip(prompts, encoded)]
 
 
@@ -897,7 +894,8 @@ def encode_answers(tokenizer, rendered: list[tuple[str, bool]], prompts: list[li
         return answer if answer.startswith("<think>") and "<think>" in lead else lead + answer
     answers = [with_lead(answer) if templated else answer for (_, templated), answer in zip(rendered, answers)]
     whole = encode(tokenizer, [(text + answer, templated) for (text, templated), answer in zip(rendered, answers)])
-    return [ids[len(prompt):] if ids[:len(prompt)] == prompt else tokenize(tokenizer, [answer], special=False)[0]
+    return [ids[len(prompt):] if ids[:len(prompt)] == prompt
+            else tokenizer(answer, add_special_tokens=False)["input_ids"]
             for ids, prompt, answer in zip(whole, prompts, answers)]
 
 
