@@ -2194,25 +2194,18 @@ class Run:
 
     def catch_signals(self):
         """Let `note_signal` handle Ctrl-C and SIGTERM, until `close`."""
-        numbers, masks = (signal.SIGINT, signal.SIGTERM), []
+        numbers = signal.SIGINT, signal.SIGTERM
         Run.handlers = Run.handlers or {number: signal.getsignal(number) for number in numbers}
         for number in numbers:
             signal.signal(number, self.note_signal)
-
-        def block():  # a signal that came after the fork, but before `in_child`, would be lost
-            masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, numbers))
-
-        def unblock():
-            signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
 
         # Processes that a reward function forks must not inherit these handlers: terminate() has to end them. Ctrl-C
         # reaches every process of the terminal, and must not end them, because the run still finishes its step.
         def in_child():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            unblock()
             Run.unlock_directory()  # the lock ends with the run, not with the last process that it leaves behind
-        os.register_at_fork(before=block, after_in_child=in_child, after_in_parent=unblock)
+        os.register_at_fork(after_in_child=in_child)
 
     def open_logger(self):
         """--log_to as a function log(metrics, step); it does nothing for none."""
