@@ -2079,8 +2079,6 @@ class Run:
     MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "eval_every", "eval_samples",
                   "max_bad_steps", "micro_batch_tokens", "gradient_checkpointing"}
 
-    lock = None  # the open file by which this process holds its OUTPUT_DIR
-
     def __init__(self, cfg):
         """Check the output directory, join the other ranks, set the seed. Nothing is written before `start`."""
         check_config(cfg)
@@ -2174,22 +2172,15 @@ class Run:
 
     def lock_directory(self):
         """Create OUTPUT_DIR, and refuse it to a second process until this one ends, however it ends."""
-        self.unlock_directory()  # of an earlier run in this process
         self.directory.mkdir(parents=True, exist_ok=True)
-        Run.lock = os.open(self.directory, os.O_RDONLY)
+        self.lock = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(Run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no forked process inherits it
         except BlockingIOError:
             raise UserError(f"--output_dir {self.directory}: another run is writing there") from None
         except OSError:  # a file system without locks
             pass
         self.check_directory()  # again: another run may have begun and ended since
-
-    @staticmethod
-    def unlock_directory():
-        if Run.lock is not None:
-            os.close(Run.lock)
-            Run.lock = None
 
     def catch_signals(self):
         """Let `note_signal` handle Ctrl-C and SIGTERM, until `close`."""
@@ -2201,7 +2192,6 @@ class Run:
         def in_child():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            Run.unlock_directory()  # the lock ends with the run, not with the last process that it leaves behind
         os.register_at_fork(after_in_child=in_child)
 
     def open_logger(self):
@@ -2324,7 +2314,8 @@ class Run:
 
     def close(self) -> None:
         """End what `start` began. Python's exit handlers would not: with several processes, `leave` skips them."""
-        self.unlock_directory()
+        if rank() == 0:
+            os.close(self.lock)
         self.bar.close()
         if self.cfg.log_to == "wandb":
             import wandb

@@ -52,7 +52,7 @@ def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path, monkeypa
     (tmp_path / "run" / "tensorboard").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
     begin(tmp_path, monkeypatch, overwrite=True)
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint", "config.json", "notes.txt"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [".lock", "checkpoint", "config.json", "notes.txt"]
 
 
 def test_overwrite_spares_the_reward_model_in_use(tmp_path, monkeypatch):

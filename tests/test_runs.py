@@ -444,24 +444,6 @@ def test_a_run_that_has_ended_meanwhile_is_noticed(tmp_path, monkeypatch):
     assert second.returncode == 2 and "holds a run already" in second.stderr
 
 
-def test_a_forked_process_does_not_hold_the_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["grpo.py"])
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    run = FakeRun(SimpleNamespace(resume=False, overwrite=False))
-    run.directory = tmp_path / "run"
-    run.lock_directory()
-    run.catch_signals()
-    try:
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if common.Run.lock is None else 1)
-        assert os.waitpid(child, 0)[1] == 0 and common.Run.lock is not None
-    finally:
-        run.unlock_directory()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
 def test_a_signal_while_the_first_checkpoint_is_written_does_not_break_it(tmp_path, monkeypatch):
     flags = ["--steps", 1, "--prompts_per_step", 1, "--group_size", 2, "--eval_data", few_problems(tmp_path),
              "--output_dir", tmp_path / "run"]
