@@ -2083,8 +2083,7 @@ class Run:
         """Check the output directory, join the other ranks, set the seed. Nothing is written before `start`."""
         check_config(cfg)
         self.cfg = cfg
-        module = sys.modules.get(type(cfg).__module__) if "kernel_launcher" in sys.argv[0] else None  # in a notebook
-        self.script = Path(getattr(module, "__file__", None) or sys.argv[0]).name
+        self.script = Path(sys.argv[0]).name
         self.directory = Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
         self.next_step = 0  # step 0 is the evaluation before training
         self.bad_steps = collections.Counter()  # skipped updates in a row, by the model's name: PPO trains two

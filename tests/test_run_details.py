@@ -100,14 +100,6 @@ def test_signals_are_pythons_again_once_a_run_is_over(tmp_path, monkeypatch):
     assert [signal.getsignal(number) for number in numbers] == [signal.default_int_handler, signal.SIG_DFL]
 
 
-def test_a_script_is_known_by_its_file_in_a_notebook_too(monkeypatch):
-    assert common.Run(grpo.Config()).script == Path(sys.argv[0]).name  # elsewhere by the file that runs
-    monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py"])
-    assert common.Run(grpo.Config()).script == "grpo.py"
-    monkeypatch.delattr(grpo, "__file__")  # as if its cells had been copied
-    assert common.Run(grpo.Config()).script == "ipykernel_launcher.py"
-
-
 def test_a_second_signal_ends_at_once(monkeypatch):
     handlers = {}
     monkeypatch.setattr(signal, "signal", lambda number, handler: handlers.update({number: handler}))
