@@ -2113,7 +2113,6 @@ class Run:
         held = [name for name in self.WRITES if (directory / name).exists()]
         if held and not isinstance(flags, dict):
             raise UserError(f"--output_dir {directory}: holds {held[0]}, but no run that could have written it")
-        begun = self.checkpoints() or set(held) - {"config.json", "checkpoint"}  # else nothing would be lost
         if cfg.resume:
             if not self.checkpoints():
                 raise UserError(f"--resume: no checkpoint in {directory / 'checkpoint'}")
@@ -2123,10 +2122,10 @@ class Run:
                 if name not in self.MAY_CHANGE and flags.get(name) != value:
                     raise UserError(f"--resume: --{name} was {flags.get(name)!r} and is now {value!r}; "
                                     "that would be a different run")
-        elif begun and not cfg.overwrite:
+        elif held and not cfg.overwrite:
             raise UserError(f"--output_dir {directory}: holds a run already; --resume continues it, --overwrite "
                             "replaces it, another --output_dir leaves it alone")
-        elif held and cfg.overwrite:
+        elif held:
             for needed in (cfg.model, getattr(cfg, "reward", "")):
                 if os.path.isdir(needed) and Path(needed).resolve().is_relative_to(directory.resolve()):
                     raise UserError(f"--overwrite: {needed} is, or is in, the run that would be replaced")

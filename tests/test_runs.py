@@ -454,20 +454,6 @@ def test_a_signal_while_the_first_checkpoint_is_written_does_not_break_it(tmp_pa
     assert run_script("grpo.py", *flags, "--resume").returncode == 0 and len(read_metrics(tmp_path / "run")) == 2
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_is_simply_started_again(tmp_path):
-    """For example on a full disk, which may also leave a part of the checkpoint."""
-    flags = ["--steps", 1, "--prompts_per_step", 1, "--group_size", 2, "--eval_data", few_problems(tmp_path),
-             "--output_dir", tmp_path / "run"]
-    assert run_script("grpo.py", *flags).returncode == 0
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        (tmp_path / "run" / name).unlink()
-    shutil.rmtree(tmp_path / "run" / "model")
-    [checkpoint] = (tmp_path / "run" / "checkpoint").iterdir()
-    checkpoint.rename(checkpoint.with_name("unfinished"))
-    again = run_script("grpo.py", *flags)
-    assert again.returncode == 0 and len(read_metrics(tmp_path / "run")) == 2, again.stderr
-
-
 def test_overwrite_removes_a_link_and_not_what_it_points_to(tmp_path):
     flags = ["--steps", 1, "--prompts_per_step", 1, "--group_size", 2, "--eval_data", few_problems(tmp_path),
              "--output_dir", tmp_path / "run"]
