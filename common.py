@@ -2279,9 +2279,7 @@ class Run:
         if rank() == 0:
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             self.append("metrics.jsonl", [{"step": step, **finite}])  # JSON has no NaN: a skipped update's loss is null
-            with one_line_errors(f"--log_to {self.cfg.log_to}: cannot write; --resume continues from the last "
-                                 "checkpoint", TrainingFailed):
-                self.log(metrics, step=step)
+            self.log(metrics, step=step)
             shown = {"reward": ".3f", "accuracy": ".3f", "pair_accuracy": ".3f", "entropy": ".3f",
                      "tokens_per_second": ".0f"}
             self.bar.set_postfix({name: format(metrics[name], spec) for name, spec in shown.items() if name in metrics},

@@ -255,9 +255,6 @@ def test_tensorboard_gets_every_metric(tmp_path, monkeypatch):
     run = begin(tmp_path, monkeypatch, log_to="tensorboard")[0]
     run.end_step(3, {"loss": 0.5})
     assert logged == [(tmp_path / "run" / "tensorboard", 0), ("loss", 0.5, 3), "flushed"]
-    monkeypatch.setattr(run, "log", lambda metrics, step: open("/dev/full", "w").write("x" * 10 ** 6))
-    with pytest.raises(common.TrainingFailed, match="--log_to tensorboard: cannot write; --resume .*No space left"):
-        run.end_step(4, {"loss": 0.5})
 
 
 def test_wandb_gets_every_metric(tmp_path, monkeypatch):
