@@ -2382,11 +2382,9 @@ class Run:
         self.data.position, self.extra = state["position"], state["extra"]
         self.bad_steps.update(state["bad_steps"])
         torch.set_rng_state(state["random"])
-        for name, (_, optimizer, schedule) in self.trained.items():
-            schedule.last_epoch = state["updates"][name]
-            # Not the saved rate: with another --steps, the schedule has another rate for this update.
-            schedule._last_lr = [schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch)]
-            optimizer.param_groups[0]["lr"] = schedule.get_last_lr()[0]
+        for name, (*_, schedule) in self.trained.items():
+            schedule.last_epoch = state["updates"][name] - 1
+            schedule._initial_step()  # adds 1 and sets the rate: with another --steps, it is not the one before
 
     def drop_later_lines(self) -> None:
         """Remove log lines written after the checkpoint: their steps are done again."""
