@@ -2086,7 +2086,6 @@ class Run:
         self.script = Path(sys.argv[0]).name
         self.directory = Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
         self.next_step = 0  # step 0 is the evaluation before training
-        self.bad_steps = collections.Counter()  # skipped updates in a row, by the model's name: PPO trains two
         self.failing = False  # set once there were --max_bad_steps of them
         self.stop_signal = 0
         self.extra = {}  # numbers of the script's own, set before `start`: checkpoints keep them
@@ -2152,6 +2151,7 @@ class Run:
         `data` and `self.extra`.
         """
         self.data, self.trained = data, trained
+        self.bad_steps = dict.fromkeys(trained, 0)  # each model's skipped updates in a row
         self.catch_signals()
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
             on_main_rank(self.lock_directory)
@@ -2328,8 +2328,8 @@ class Run:
         """All that a checkpoint holds. The tensors are the live ones: `dcp.load` fills them in place."""
         fixed = {name: value for name, value in vars(self.cfg).items() if name not in self.MAY_CHANGE}
         fixed |= {"script": self.script, "rows of --data": len(self.data.items)}
-        state = {"run": json.dumps(fixed), "position": self.data.position,
-                 "extra": self.extra, "bad_steps": {name: self.bad_steps[name] for name in self.trained}, "updates": {},
+        state = {"run": json.dumps(fixed), "position": self.data.position, "extra": self.extra,
+                 "bad_steps": self.bad_steps, "updates": {},
                  "random": torch.get_rng_state()}  # the same on every rank
         for name, (model, optimizer, schedule) in self.trained.items():
             state["updates"][name] = schedule.last_epoch
@@ -2379,8 +2379,7 @@ class Run:
             raise UserError(f"--resume: {path} is damaged or of another model: {innermost(error)}") from error
         if other := [f"{name} {value}" for name, value in saved.items() if own.get(name) != value]:
             raise UserError(f"--resume: {path} is of another run: {', '.join(other)}")
-        self.data.position, self.extra = state["position"], state["extra"]
-        self.bad_steps.update(state["bad_steps"])
+        self.data.position, self.extra, self.bad_steps = state["position"], state["extra"], state["bad_steps"]
         torch.set_rng_state(state["random"])
         for name, (*_, schedule) in self.trained.items():
             schedule.last_epoch = state["updates"][name] - 1

@@ -1,5 +1,4 @@
 """Small random models of many architectures, ways to run a script, and plain versions of its parts to check it by."""
-import collections
 import contextlib
 import copy
 import importlib
@@ -191,7 +190,7 @@ class FakeRun(common.Run):
     """A Run without an output directory, to test single methods."""
 
     def __init__(self, cfg, **trained):
-        self.cfg, self.trained, self.bad_steps, self.failing = cfg, trained, collections.Counter(), False
+        self.cfg, self.trained, self.bad_steps, self.failing = cfg, trained, dict.fromkeys(trained, 0), False
 
 
 def read_metrics(directory) -> list[dict]:
