@@ -1406,23 +1406,25 @@ class GraphStep:
         self.column = torch.tensor([column], device=mask.device)
         for layer in cache.layers:  # they get these two, not this object: a cycle would keep the cache in memory
             layer.column, layer.width = self.column, self.width
-        self.graph = torch.cuda.CUDAGraph() if mask.is_cuda else None
-        if self.graph is not None:  # else, in tests on a CPU, each call runs the same kernels one by one
-            capture = torch.cuda.graph(self.graph, capture_error_mode="thread_local")  # NCCL's own thread may call CUDA
-            here, stream = torch.cuda.current_stream(), capture.capture_stream  # all captures share this stream
-            stream.wait_stream(here)
-            # In a first run, which is not captured, libraries set themselves up. Operations that wait for the GPU raise
-            # an error in it: in a capture they would leave the memory allocator broken.
-            with warnings.catch_warnings(action="ignore"):  # PyTorch calls this mode a prototype
-                torch.cuda.set_sync_debug_mode("error")
-            try:
-                with torch.cuda.stream(stream):
-                    self.run()
-            finally:  # after an error too: what was launched before it still writes into the cache
-                torch.cuda.set_sync_debug_mode("default")
-                here.wait_stream(stream)
-            with torch.cuda.stream(here), capture:  # the former restores the stream even if the capture fails
-                self.logits = self.run()
+        self.capture()
+
+    def capture(self):
+        self.graph = torch.cuda.CUDAGraph()
+        capture = torch.cuda.graph(self.graph, capture_error_mode="thread_local")  # NCCL's own thread may call CUDA
+        here, stream = torch.cuda.current_stream(), capture.capture_stream  # all captures share this stream
+        stream.wait_stream(here)
+        # In a first run, which is not captured, libraries set themselves up. Operations that wait for the GPU raise an
+        # error in it: in a capture they would leave the memory allocator broken.
+        with warnings.catch_warnings(action="ignore"):  # PyTorch calls this mode a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.cuda.stream(stream):
+                self.run()
+        finally:  # after an error too: what was launched before it still writes into the cache
+            torch.cuda.set_sync_debug_mode("default")
+            here.wait_stream(stream)
+        with torch.cuda.stream(here), capture:  # the former restores the stream even if the capture fails
+            self.logits = self.run()
 
     def run(self):
         seen = self.mask & (self.columns <= self.column)  # [m, width]
@@ -1440,8 +1442,6 @@ class GraphStep:
         self.column.fill_(column)
         for layer in self.cache.layers:
             layer.length = column + 1
-        if self.graph is None:
-            return self.run()
         self.graph.replay()
         return self.logits
 
