@@ -1292,12 +1292,10 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     padded = not mask.all()  # otherwise the model gets no mask, which allows faster kernels
     cache = DynamicCache(config=model.config)
     cache_name = cache_argument(model)
-    has_positions = takes(model, "position_ids")
 
-    def forward(ids, mask, positions):
-        extra = {"position_ids": positions} if has_positions else {}
-        return model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1,
-                     **extra, **{cache_name: cache}).logits[:, -1]
+    def forward(ids, mask, positions):  # models without position ids (Bloom) ignore them
+        return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1,
+                     **{cache_name: cache}).logits[:, -1]
 
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits = forward(prompt_ids[first:last], mask if padded else None, positions)[rows]  # [n, V]
