@@ -2826,12 +2826,6 @@ def _factorial(n):
     return Fraction(math.factorial(int(n))) if n == int(n) and 0 <= n < 200 else math.gamma(n + 1)  # n may be a letter
 
 
-def _absolute(value):
-    """|-5| is 5, and |x - 1| is |1 - x|, but |x| is not x, though letters stand for positive fractions (n/97)."""
-    is_number = _bits(value) and value.denominator % 97
-    return abs(value) if is_number else abs(value) + Fraction(1, 97)
-
-
 _OF_TWO = {"frac": operator.truediv, "binom": lambda n, k: _factorial(n) / _factorial(k) / _factorial(n - k)}
 _OPERATORS = {  # how strongly it binds, what it does
     "+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul), "/": (2, operator.truediv),
@@ -2896,8 +2890,10 @@ def _values(text: str) -> list:
             return value
         if token in _OF_TWO:
             return _OF_TWO[token](atom(), atom())
-        if token == "\\abs":
-            return _absolute(atom())
+        if token == "\\abs":  # |-5| is 5, but |x| is not x, though letters stand for positive fractions, n/97
+            value = abs(atom())
+            is_number = _bits(value) and value.denominator % 97
+            return value if is_number else value + Fraction(1, 97)
         if token == "sqrt":
             index = atom() if tokens[-1] == "[" else 2
             return _power(atom(), 1 / index)
