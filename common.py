@@ -1192,7 +1192,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
            greedy: bool = False) -> Rollout:
     """Sample `group_size` completions of each prompt from softmax(logits / temperature) over the whole vocabulary.
 
-    prompts: strings (or a single one), used as they are, without a chat template; or lists of token ids, without padding.
+    prompts: strings (or a single one), used as they are, without a chat template; or lists of token ids without padding.
     Temperature 0 is greedy. Any top-k, top-p or penalty in the model's generation config is ignored: the policy that is
     scored must be the policy that sampled. Collective: every rank passes the same prompts, decodes its share of the
     rows and gets the whole rollout. Raises ValueError if the ranks' prompts differ, if there are none, or if one has no
