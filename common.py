@@ -1220,7 +1220,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     prompt_ids, prompt_mask, _ = collate(prompts, [[]] * len(prompts), pad_id, device)  # [P, L]
     N = len(prompts) * group_size
     draw = torch.rand if temperature else torch.zeros  # greedy decoding does not move the random state
-    uniforms = draw(N, max_new_tokens, dtype=torch.float64).to(device)
+    uniforms = draw(N, max_new_tokens, dtype=torch.float64)  # [N, T], in host memory: it may be over a gigabyte
     ends = torch.tensor(eos_ids(model, tokenizer), device=device)
     tokens = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)  # [N, T]
 
@@ -1229,8 +1229,8 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
         at_once = rows_that_fit(model, prompt_ids.shape[1], max_new_tokens, group_size)
         for start in range(0, len(mine), at_once):
             rows = mine[start:start + at_once]
-            tokens[rows] = decode(
-                model, prompt_ids, prompt_mask, rows // group_size, ends, max_new_tokens, uniforms[rows], temperature)
+            tokens[rows] = decode(model, prompt_ids, prompt_mask, rows // group_size, ends, max_new_tokens,
+                                  uniforms[rows.cpu()].to(device), temperature)
 
     is_end = torch.isin(sum_over_ranks(tokens), ends)  # until here, the rows of other ranks are zero
     finished = is_end.any(1)
@@ -1238,12 +1238,13 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     tokens = tokens[:, :lengths.max()]
     mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
     tokens = tokens.where(mask, pad_id)
-    # The texts leave out the end by position: it need not be a special token.
-    texts = [row[:n].tolist() for row, n in zip(tokens.cpu().numpy(), (lengths - finished.long()).tolist())]
+    # The texts leave out the end by position: it need not be a special token. Row by row, for Python's ints are large.
+    completions = [tokenizer.decode(row[:n].tolist(), skip_special_tokens=True)
+                   for row, n in zip(tokens.cpu().numpy(), (lengths - finished.long()).tolist())]
     return Rollout(
         input_ids=torch.cat([prompt_ids.repeat_interleave(group_size, 0), tokens], 1),
         attention_mask=torch.cat([prompt_mask.repeat_interleave(group_size, 0), mask.long()], 1),
-        mask=mask, completions=tokenizer.batch_decode(texts, skip_special_tokens=True), finished=finished)
+        mask=mask, completions=completions, finished=finished)
 
 
 def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: int) -> int:

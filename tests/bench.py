@@ -168,7 +168,7 @@ def rollout(args, lengths: str, greedy_check: int = 32) -> dict:
     ends = [] if lengths == "fixed" else list(range(V - max(1, round(V / mean)), V))
     model.generation_config.eos_token_id = ends or None
     tokenizer = types.SimpleNamespace(pad_token_id=0, eos_token_id=None if not ends else ends[0],
-                                      batch_decode=lambda rows, **_: [""] * len(rows))
+                                      decode=lambda ids, **_: "")
     prompts = [torch.randint(2, V // 2, (8 + i % 8,)).tolist() for i in range(P)]
     prompt_ids, prompt_mask, _ = common.collate(prompts, [[]] * P, 0, device)
     L = prompt_ids.shape[1]
