@@ -1821,8 +1821,9 @@ def micro_batches(batch, blocks: list, max_tokens: int):
     prompt = [t - c for t, c in zip(total, completion)]
     blocks = [block if isinstance(block, list) else [int(block)] for block in blocks]
     rows = [row for block in blocks for row in block]
-    ids = batch.input_ids[rows].where(batch.attention_mask[rows] > 0, -1)
-    copy_of = dict(zip(rows, distinct_rows(ids)[1].tolist()))  # row: a number that equal rows share
+    end = batch.input_ids.shape[1] - batch.mask.shape[1]  # of the prompts
+    copy_of = {row: hash((prompt[row], ids[end - prompt[row]:end + completion[row]].tobytes()))
+               for row, ids in zip(rows, batch.input_ids[rows].cpu().numpy())}  # row: a number that equal rows share
 
     dealt = []  # the micro-batches, each a list of blocks
     held, L, T = {}, 0, 0  # of the last one: the tokens of its distinct rows, and its widths
@@ -1841,7 +1842,6 @@ def micro_batches(batch, blocks: list, max_tokens: int):
         i = dealt.index(max(dealt, key=len))
         half = (len(dealt[i]) + 1) // 2
         dealt[i:i + 1] = dealt[i][:half], dealt[i][half:]
-    end = batch.input_ids.shape[1] - batch.mask.shape[1]  # of the prompts
     for group in dealt[rank()::world_size()]:  # empty where there are fewer blocks than ranks
         rows = [row for block in group or blocks[:1] for row in block]
         T = max(completion[row] for row in rows) if group else 0
