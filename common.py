@@ -956,9 +956,10 @@ Batch = collections.namedtuple("Batch", "input_ids attention_mask mask")  # the 
 def collate(prompts: list[list[int]], completions: list[list[int]], pad_id: int, device="cpu") -> Batch:
     """Left-pad prompts, right-pad completions: input_ids [N, L+T], attention_mask [N, L+T], mask [N, T] (bool)."""
     L, T = max(map(len, prompts)), max(map(len, completions))
-    rows = [[pad_id] * (L - len(p)) + p + c + [pad_id] * (T - len(c)) for p, c in zip(prompts, completions)]
-    real = [[0] * (L - len(p)) + [1] * (len(p) + len(c)) + [0] * (T - len(c)) for p, c in zip(prompts, completions)]
-    input_ids, attention_mask = (torch.tensor(np.array(x), device=device) for x in (rows, real))  # numpy: faster
+    ids, real = np.full((len(prompts), L + T), pad_id), np.zeros((len(prompts), L + T), int)  # faster than lists
+    for i, (p, c) in enumerate(zip(prompts, completions)):
+        ids[i, L - len(p):L + len(c)], real[i, L - len(p):L + len(c)] = p + c, 1
+    input_ids, attention_mask = (torch.as_tensor(x, device=device) for x in (ids, real))
     return Batch(input_ids, attention_mask, attention_mask[:, L:].bool())
 
 
