@@ -75,9 +75,10 @@ def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, devic
     differences = []
     for preference, logprobs in zip(preferences, answer_logprobs(policy, preferences, tokenizer, cfg, device)):
         rewards = logprobs - preference.ref_logprobs  # [K]; β would not change their order
-        differences += [rewards[better] - rewards[worse] for better, worse in preference.pairs]
+        better, worse = torch.tensor(preference.pairs).unbind(1)
+        differences.append(rewards[better] - rewards[worse])
     if differences:
-        differences = torch.stack(differences)
+        differences = torch.cat(differences)
         # A tie counts one half: before the first update, policy and reference agree, and all pairs tie.
         right = torch.heaviside(differences, differences.new_tensor(0.5))
         metrics["eval_pair_accuracy"] = right.mean().item()

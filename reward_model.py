@@ -108,7 +108,8 @@ def evaluate(model, preferences, pad_id: int, cfg: Config, device) -> dict[str, 
     if not preferences:
         return {}
     scores = answer_scores(model, preferences, pad_id, cfg, device)
-    differences = torch.stack([s[i] - s[j] for preference, s in zip(preferences, scores) for i, j in preference.pairs])
+    pairs = [torch.tensor(preference.pairs).unbind(1) for preference in preferences]  # (better, worse) of each
+    differences = torch.cat([s[better] - s[worse] for s, (better, worse) in zip(scores, pairs)])
     right = torch.heaviside(differences, differences.new_tensor(0.5))  # a tie is half right
     return {
         "eval_pair_accuracy": right.mean().item(),
