@@ -1883,7 +1883,7 @@ def load_reward(cfg, wrong: float = 0.0):
     def score(problems: list[Problem], rollout: Rollout):
         G = len(rollout.completions) // len(problems)
         rows = [problem for problem in problems for _ in range(G)]  # [N]
-        scores = model_scores(rows, rollout).tolist() if model_scores else [None] * len(rows)
+        scores = model_scores(problems, rollout).tolist() if model_scores else [None] * len(rows)
         judged, errors = [], []
         with torch.random.fork_rng(devices=[]):
             seed = int(torch.randint(2 ** 31, ()))
@@ -1908,7 +1908,7 @@ def is_reward_model(reward: str) -> bool:
 
 
 def load_reward_model(cfg):
-    """--reward DIRECTORY -> scores(problems [N], rollout) [N], less the `reward_shift` in the model's config.
+    """--reward DIRECTORY -> scores(problems [P], rollout) [N], less the `reward_shift` in the model's config.
 
     A model with the policy's vocabulary scores the very tokens that were sampled. Any other one scores the decoded
     text, through its own tokenizer and chat template.
@@ -1929,7 +1929,7 @@ def load_reward_model(cfg):
         longest, context = int(batch.attention_mask.sum(1).max()), context_length(model)
         if longest > context:
             raise UserError(f"--reward {cfg.reward}: its context is {context} tokens, a sequence has {longest}")
-        return all_scores(model, batch, range(len(problems)), cfg.micro_batch_tokens) - shift
+        return all_scores(model, batch, range(len(batch.mask)), cfg.micro_batch_tokens) - shift
     return scores
 
 
@@ -1941,7 +1941,9 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     surplus, lead, end = answer_form(tokenizer)
     rendered = [render_prompt(row_prompt(problem.row), tokenizer, system_prompt, surplus=surplus)
                 for problem in problems]
-    prompts = encode(tokenizer, rendered)
+    rows = [row for row in zip(problems, rendered, encode(tokenizer, rendered))
+            for _ in range(len(rollout.completions) // len(problems))]  # [N]
+    problems, rendered, prompts = zip(*rows)
     answers = [problem.opening + completion for problem, completion in zip(problems, rollout.completions)]
     texts = encode_answers(tokenizer, rendered, prompts, answers, lead)
     completions = [prompt[-1:] + text + [end] * finished
