@@ -1169,7 +1169,7 @@ def test_a_chat_template_is_applied_once_and_bos_is_not_doubled():
     texts = [("1", False), ("1<eos>", False)]
     assert common.encode(with_eos, texts) == [[one], [one, eos]]  # no EOS is added; one in the text stays
     assert common.encode(tokenizer, texts) == [[one], [one, eos]]
-    many = [(str(i), False) for i in range(2500)]  # the tokenizer gets them in three calls
+    many = [(str(i), False) for i in range(2500)]  # the tokenizer gets them in 25 calls
     assert common.encode(with_bos, many) == [[eos, *tokenizer.encode(text)] for text, _ in many]
 
 
