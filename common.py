@@ -736,8 +736,9 @@ def read_json_lines(path: str) -> list[tuple[dict, str]]:
             place = f"{path} line {number}"
             try:
                 row = json.loads(line)
-                if "\\ud" in line.lower():  # else it takes longer than reading the row
-                    json.dumps(row, ensure_ascii=False).encode()  # fails for half a surrogate pair, which is no text
+                # Half a surrogate pair, "\ud83d", is no text: encoding it fails. To try every row would double the time.
+                if "\\ud" in line.lower():
+                    json.dumps(row, ensure_ascii=False).encode()
             except json.JSONDecodeError as error:
                 raise UserError(f"{place}: not JSON, one object a line ({error.msg} at column {error.colno})") from None
             except (ValueError, RecursionError) as error:
@@ -1032,9 +1033,10 @@ def read_preference(row: dict) -> Preference | None:
             raise ValueError("want conversations that share all but their last turns")
         if any(turn[-1][0] in ("user", "system") for turn in turns):
             raise ValueError("want conversations that end with an answer")
-        known = [] if prompt is None else [prompt] if isinstance(prompt, str) else prompt
+        known = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
         if len(turns[0]) - 1 > len(known):  # a `prompt` may stand beside conversations, and may be one turn of several
-            prompt = answers[0][:-1]
+            system = [turn for turn in known[:1] if turn["role"] == "system" and turns[0][0][0] != "system"]
+            prompt = system + answers[0][:-1]
     answers = [answer if isinstance(answer, str) else answer[-1]["content"] for answer in answers]
     if prompt is None:  # whole dialogues as text: "Human: hi Assistant: hello" and "Human: hi Assistant: go away"
         shared = re.match(".*[Aa]ssistant:", os.path.commonprefix(answers), re.S)
@@ -1196,7 +1198,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
            greedy: bool = False) -> Rollout:
     """Sample `group_size` completions of each prompt from softmax(logits / temperature) over the whole vocabulary.
 
-    prompts: strings (or a single one), used as they are, without a chat template; or lists of token ids without padding.
+    prompts: strings (or a single one), used as they are, without a chat template; or unpadded lists of token ids.
     Temperature 0 is greedy. Any top-k, top-p or penalty in the model's generation config is ignored: the policy that is
     scored must be the policy that sampled. Collective: every rank passes the same prompts, decodes its share of the
     rows and gets the whole rollout. Raises ValueError if the ranks' prompts differ, if there are none, or if one has no
@@ -1412,6 +1414,7 @@ class GraphStep:
         self.capture()
 
     def capture(self):
+        """Record `run` as a graph that writes into `self.logits`."""
         self.graph = torch.cuda.CUDAGraph()
         capture = torch.cuda.graph(self.graph, capture_error_mode="thread_local")  # NCCL's own thread may call CUDA
         here, stream = torch.cuda.current_stream(), capture.capture_stream  # all captures share this stream

@@ -160,7 +160,7 @@ def main(cfg: Config) -> None:
         else:
             drawn, groups = [roll_out(cfg.prompts_per_step)], torch.arange(cfg.prompts_per_step)
         batch, rollout, rewards, correct = common.join_drawn(drawn, tokenizer.pad_token_id)
-        del drawn  # a copy of all that (at the paper's sizes, gigabytes)
+        del drawn  # join_drawn has copied it
         kept = int(informative_groups(correct).sum())
         if len(groups) < cfg.prompts_per_step:
             common.say(f"step {step}: {kept} of {len(batch)} groups are informative, {cfg.prompts_per_step} wanted")

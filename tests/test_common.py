@@ -791,7 +791,7 @@ def test_for_token_ids_a_tokenizer_needs_only_its_ends_and_decoding():
     """bench.py passes no more."""
     model, tokenizer = random_model("Qwen2")
     least = SimpleNamespace(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-                                  decode=tokenizer.decode)
+                            decode=tokenizer.decode)
     rollouts = [common.sample(model, t, [[7, 8, 9]], 1, 8, greedy=True) for t in (least, tokenizer)]
     assert torch.equal(*(rollout.input_ids for rollout in rollouts))
 

@@ -38,8 +38,10 @@ def test_a_system_column_is_the_prompts_system_message():
         assert common.row_prompt({"system": "Be brief.", "prompt": prompt}) == prompt
     for empty in ("", " ", None):
         assert common.row_prompt({"system": empty, "prompt": "Hi"}) == "Hi"
-    answers = {name: [user, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
-    assert common.read_preference({"system": "Be brief.", "prompt": "Hi", **answers}).prompt == [system, user]
+    turns = [user, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Bye"}]
+    for prompt, before in (("Hi", [user]), ("Bye", turns)):
+        answers = {name: [*before, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+        assert common.read_preference({"system": "Be brief.", "prompt": prompt, **answers}).prompt == [system, *before]
 
 
 @pytest.mark.parametrize("flags", [{"clip_eps": -0.2}, {"temperature": 0.0}, {"lr_schedule": "Cosine"}])
