@@ -736,7 +736,7 @@ def read_json_lines(path: str) -> list[tuple[dict, str]]:
             place = f"{path} line {number}"
             try:
                 row = json.loads(line)
-                # Half a surrogate pair, "\ud83d", is no text: encoding it fails. To try every row would double the time.
+                # Half a surrogate pair, "\ud83d", is no text: encoding it fails. To try all rows doubles the time.
                 if "\\ud" in line.lower():
                     json.dumps(row, ensure_ascii=False).encode()
             except json.JSONDecodeError as error:
