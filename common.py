@@ -1222,7 +1222,9 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
         raise ValueError("sample is collective: every rank must pass the same prompts")
     if not prompts or not all(prompts):
         raise ValueError("no prompt, or a prompt without tokens: there is nothing to condition on")
-    cache_argument(model)  # raises its error on every rank, also on one without rows
+    if not cache_argument(model) or not model._supports_default_dynamic_cache():  # the latter: RWKV, MiniMax
+        raise UserError(f"{type(model).__name__}: its state is no DynamicCache, so it cannot be sampled from; if it "
+                        "wraps a model (PEFT, DDP), pass that model")
     prompt_ids, prompt_mask, _ = collate(prompts, [[]] * len(prompts), pad_id, device)  # [P, L]
     N = len(prompts) * group_size
     draw = torch.rand if temperature else torch.zeros  # greedy decoding does not move the random state
@@ -1276,14 +1278,12 @@ def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: in
     return max(1, int(free / 2 / ((cache + activations) * compute_dtype(model.device).itemsize + logits)))
 
 
-def cache_argument(model) -> str:
-    """The name under which the model's forward method takes a DynamicCache. Raises UserError if it takes none."""
-    name = "past_key_values" if takes(model, "past_key_values") else "cache_params"  # Mamba
-    if (not takes(model, name) or not model._supports_default_dynamic_cache()  # RWKV, MiniMax
-            or model.config.model_type == "recurrent_gemma"):  # a part of its state is elsewhere
-        raise UserError(f"{type(model).__name__}: its state is no DynamicCache, so it cannot be sampled from; if it "
-                        "wraps a model (PEFT, DDP), pass that model")
-    return name
+def cache_argument(model) -> str | None:
+    """The name under which the model's forward method takes a DynamicCache: since transformers 5.24, always "cache".
+    None if its state is something else."""
+    if model.config.model_type in ("recurrent_gemma", "xlm", "flaubert"):
+        return None
+    return next((name for name in ("past_key_values", "cache_params", "cache") if takes(model, name)), None)
 
 
 def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, uniforms, temperature):
@@ -1298,11 +1298,10 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     mask, rows = prompt_mask[first:last], prompt_of - first
     padded = not mask.all()  # otherwise the model gets no mask, which allows faster kernels
     cache = DynamicCache(config=model.config)
-    cache_name = cache_argument(model)
+    use = {cache_argument(model): cache, "use_cache": True}
 
     def forward(ids, mask, positions):  # models without position ids (Bloom) ignore them
-        return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1,
-                     **{cache_name: cache}).logits[:, -1]
+        return model(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, **use).logits[:, -1]
 
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits = forward(prompt_ids[first:last], mask if padded else None, positions)[rows]  # [n, V]
@@ -1314,7 +1313,7 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
             cache.layers[i] = RoomyLayer(layer, room)
     prompt_length = mask.sum(1)[rows]  # [n]
     mask = F.pad(mask, (0, room), value=1)[rows]  # [n, L+room]
-    padded = padded and cache_name == "past_key_values"  # Mamba's state has no columns to mask
+    padded = padded and any(isinstance(layer, DynamicLayer) for layer in cache.layers)  # Mamba has no columns to mask
     graph = None
     look_every = 1 if device.type == "cpu" else 8  # to see which rows have ended, the CPU must wait for the GPU
 
@@ -1597,7 +1596,7 @@ def can_share_prefixes(model) -> bool:
     """Can one row's KV cache go to others? Recomputing activations switches it off; sliding windows and the like have
     layers of other kinds. Several ranks would gather every layer twice and hold all its gradients unsharded."""
     return (world_size() == 1 and model.config._attn_implementation in ("sdpa", "eager")
-            and takes(model, "position_ids") and takes(model, "past_key_values")
+            and takes(model, "position_ids") and cache_argument(model)
             and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
             and all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers))
 
@@ -1618,10 +1617,10 @@ def read_prefixes_once(model, ids, shared: int):
     """Hidden states [B, width, H] of ids [B, width]. Each distinct prefix, of `shared` columns, is read once. Its KV
     cache is copied to its rows, which continue from there, and gradients flow back through the copies."""
     cache, positions = DynamicCache(config=model.config), torch.arange(ids.shape[1], device=ids.device)[None]
+    use = {cache_argument(model): cache, "use_cache": True}
 
     def read(ids, positions):
-        return model.base_model(input_ids=ids, position_ids=positions, past_key_values=cache,
-                                use_cache=True).last_hidden_state
+        return model.base_model(input_ids=ids, position_ids=positions, **use).last_hidden_state
     prefixes, which = distinct_rows(ids[:, :shared])
     hidden = read(prefixes, positions[:, :shared])
     cache.reorder_cache(which)
