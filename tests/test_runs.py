@@ -789,7 +789,7 @@ def kill_one_of_them(folder, parts):
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
              "grpo.py", "--steps", "1000", "--output_dir", str(out)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
         wait_for((out / "metrics.jsonl").exists, process, process.stderr.read)
-        ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(ranks[-1]) if killed == "rank" else process.pid, signal.SIGKILL)
         stderr = process.communicate(timeout=90)[1]  # returns once every process has closed stderr
         done[killed] = len(ranks), process.returncode, stderr
