@@ -408,7 +408,10 @@ def ensure_classifier(config_class) -> None:
         base = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__bases__[0]  # Granite's: GranitePreTrainedModel
         name = base.__name__.replace("PreTrainedModel", "ForSequenceClassification")
         prefix = base.base_model_prefix or "model"  # Llama 4 leaves it empty
-        classifier = type(name, (GenericForSequenceClassification, base), {"base_model_prefix": prefix})
+        # transformers sets up less for what it takes for someone's own code, by its module: not the unsaved buffers of
+        # Falcon-H1, nor Dory's renamed weights.
+        classifier = type(name, (GenericForSequenceClassification, base),
+                          {"base_model_prefix": prefix, "__module__": base.__module__})
         # transformers 5.17's `register` does nothing for a config of its own
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING._extra_content[config_class] = classifier
 
@@ -1281,7 +1284,7 @@ def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: in
 def cache_argument(model) -> str | None:
     """The name under which the model's forward method takes a DynamicCache: since transformers 5.24, always "cache".
     None if its state is something else."""
-    if model.config.model_type in ("recurrent_gemma", "xlm", "flaubert"):
+    if model.config.model_type in ("recurrent_gemma", "xlm", "flaubert", "cpmant"):
         return None
     return next((name for name in ("past_key_values", "cache_params", "cache") if takes(model, name)), None)
 
@@ -1596,7 +1599,7 @@ def can_share_prefixes(model) -> bool:
     """Can one row's KV cache go to others? Recomputing activations switches it off; sliding windows and the like have
     layers of other kinds. Several ranks would gather every layer twice and hold all its gradients unsharded."""
     return (world_size() == 1 and model.config._attn_implementation in ("sdpa", "eager")
-            and takes(model, "position_ids") and cache_argument(model)
+            and takes(model.base_model, "position_ids") and cache_argument(model.base_model)  # RWKV: neither
             and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
             and all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers))
 
@@ -1617,7 +1620,7 @@ def read_prefixes_once(model, ids, shared: int):
     """Hidden states [B, width, H] of ids [B, width]. Each distinct prefix, of `shared` columns, is read once. Its KV
     cache is copied to its rows, which continue from there, and gradients flow back through the copies."""
     cache, positions = DynamicCache(config=model.config), torch.arange(ids.shape[1], device=ids.device)[None]
-    use = {cache_argument(model): cache, "use_cache": True}
+    use = {cache_argument(model.base_model): cache, "use_cache": True}
 
     def read(ids, positions):
         return model.base_model(input_ids=ids, position_ids=positions, **use).last_hidden_state

@@ -52,6 +52,8 @@ def random_model(architecture: str, seed: int = 0, **changes):
                      hidden_size_per_layer_input=8, vocab_size_per_layer_input=len(tokenizer))
     if architecture == "Llama4Text":
         sizes.update(head_dim=8, intermediate_size_mlp=64, num_local_experts=2)
+    if architecture == "FalconH1":
+        sizes.update(mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8)
     if architecture == "RecurrentGemma":
         sizes.update(num_key_value_heads=1, block_types=("recurrent", "attention"))
     config_class = getattr(transformers, architecture + "Config")

@@ -297,7 +297,7 @@ def test_a_pad_token_of_its_own_stays_and_without_special_tokens_a_rare_one_pads
     assert reward_model.pad_unlike_eos(bare) == 1
 
 
-@pytest.mark.parametrize("architecture", ["Granite", "Mamba", "Llama4Text"])
+@pytest.mark.parametrize("architecture", ["Granite", "Mamba", "Llama4Text", "FalconH1"])
 def test_an_architecture_without_a_classifier_gets_one(architecture, tmp_path):
     """The score is the head's on the language model's last hidden state, also after saving and loading."""
     model, tokenizer = random_model(architecture)
