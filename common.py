@@ -408,8 +408,8 @@ def ensure_classifier(config_class) -> None:
         base = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__bases__[0]  # Granite's: GranitePreTrainedModel
         name = base.__name__.replace("PreTrainedModel", "ForSequenceClassification")
         prefix = base.base_model_prefix or "model"  # Llama 4 leaves it empty
-        # transformers sets up less for what it takes for someone's own code, by its module: not the unsaved buffers of
-        # Falcon-H1, nor Dory's renamed weights.
+        # In a module of ours, transformers would take it for custom code, and would neither set up Falcon-H1's unsaved
+        # buffers nor rename Dory's weights.
         classifier = type(name, (GenericForSequenceClassification, base),
                           {"base_model_prefix": prefix, "__module__": base.__module__})
         # transformers 5.17's `register` does nothing for a config of its own
@@ -1282,11 +1282,11 @@ def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: in
 
 
 def cache_argument(model) -> str | None:
-    """The name under which the model's forward method takes a DynamicCache: since transformers 5.24, always "cache".
-    None if its state is something else."""
-    if model.config.model_type in ("recurrent_gemma", "xlm", "flaubert", "cpmant"):
+    """The name under which the model's forward method takes a DynamicCache; None if its state is something else."""
+    if model.config.model_type in ("recurrent_gemma", "xlm", "flaubert", "cpmant"):  # their forward alone does not tell
         return None
-    return next((name for name in ("past_key_values", "cache_params", "cache") if takes(model, name)), None)
+    names = "past_key_values", "cache_params", "cache"  # before transformers 5.24; Mamba's before that; since then
+    return next((name for name in names if takes(model, name)), None)
 
 
 def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, uniforms, temperature):
@@ -1301,10 +1301,11 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     mask, rows = prompt_mask[first:last], prompt_of - first
     padded = not mask.all()  # otherwise the model gets no mask, which allows faster kernels
     cache = DynamicCache(config=model.config)
-    use = {cache_argument(model): cache, "use_cache": True}
+    with_cache = {cache_argument(model): cache, "use_cache": True}
 
     def forward(ids, mask, positions):  # models without position ids (Bloom) ignore them
-        return model(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, **use).logits[:, -1]
+        return model(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=1,
+                     **with_cache).logits[:, -1]
 
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits = forward(prompt_ids[first:last], mask if padded else None, positions)[rows]  # [n, V]
@@ -1620,10 +1621,10 @@ def read_prefixes_once(model, ids, shared: int):
     """Hidden states [B, width, H] of ids [B, width]. Each distinct prefix, of `shared` columns, is read once. Its KV
     cache is copied to its rows, which continue from there, and gradients flow back through the copies."""
     cache, positions = DynamicCache(config=model.config), torch.arange(ids.shape[1], device=ids.device)[None]
-    use = {cache_argument(model.base_model): cache, "use_cache": True}
+    with_cache = {cache_argument(model.base_model): cache, "use_cache": True}
 
     def read(ids, positions):
-        return model.base_model(input_ids=ids, position_ids=positions, **use).last_hidden_state
+        return model.base_model(input_ids=ids, position_ids=positions, **with_cache).last_hidden_state
     prefixes, which = distinct_rows(ids[:, :shared])
     hidden = read(prefixes, positions[:, :shared])
     cache.reorder_cache(which)

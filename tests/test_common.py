@@ -787,6 +787,20 @@ def test_a_prompt_has_a_token_at_least():
             common.sample(model, tokenizer, prompts, 1, 4)
 
 
+def test_a_cache_that_is_called_cache():
+    """As in transformers 5.24; before that, it is past_key_values."""
+    model, tokenizer = random_model("Qwen2")
+    Model, name = type(model), common.cache_argument(model)
+    expected = common.sample(model, tokenizer, [[7, 8, 9]], 1, 8, greedy=True)
+
+    class Renamed(Model):
+        def forward(self, cache=None, **arguments):
+            return Model.forward(self, **{name: cache}, **arguments)
+    model.__class__ = Renamed
+    assert common.cache_argument(model) == "cache"
+    assert torch.equal(common.sample(model, tokenizer, [[7, 8, 9]], 1, 8, greedy=True).input_ids, expected.input_ids)
+
+
 def test_for_token_ids_a_tokenizer_needs_only_its_ends_and_decoding():
     """bench.py passes no more."""
     model, tokenizer = random_model("Qwen2")
