@@ -1250,8 +1250,9 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
     tokens = tokens.where(mask, pad_id)
     # The texts leave out the end by position: it need not be a special token. Row by row, for Python's ints are large.
-    completions = [tokenizer.decode(row[:n].tolist(), skip_special_tokens=True)
-                   for row, n in zip(tokens.cpu().numpy(), (lengths - finished.long()).tolist())]
+    ids, text_lengths = tokens.cpu().numpy(), (lengths - finished.long()).tolist()
+    completions = gather_in_order([tokenizer.decode(ids[i, :text_lengths[i]].tolist(), skip_special_tokens=True)
+                                   for i in my_share(N)])
     return Rollout(
         input_ids=torch.cat([prompt_ids.repeat_interleave(group_size, 0), tokens], 1),
         attention_mask=torch.cat([prompt_mask.repeat_interleave(group_size, 0), mask.long()], 1),
