@@ -1936,7 +1936,11 @@ def load_reward_model(cfg):
         longest, context = int(batch.attention_mask.sum(1).max()), context_length(model)
         if longest > context:
             raise UserError(f"--reward {cfg.reward}: its context is {context} tokens, a sequence has {longest}")
-        return all_scores(model, batch, range(len(batch.mask)), cfg.micro_batch_tokens) - shift
+        scores = all_scores(model, batch, range(len(batch.mask)), cfg.micro_batch_tokens) - shift
+        # Copies of a row may stand in different micro-batches, and then round differently. All get the score of the
+        # first one: a group of copies must have advantages of exactly 0, and two copies make no pair.
+        ids, first = batch.input_ids.where(batch.attention_mask > 0, -1).cpu().numpy(), {}
+        return scores[[first.setdefault(row.tobytes(), i) for i, row in enumerate(ids)]]
     return scores
 
 
@@ -2031,7 +2035,8 @@ def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
     if not advantages.any():
         say(f"step {step}: all advantages are 0, so it teaches nothing: rewards are equal within every group (in DAPO, "
             "no group is both right and wrong). If this goes on: easier or harder problems, a larger --group_size, a "
-            "higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin with")
+            "higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin with (in DAPO with "
+            "--no_dynamic_sampling)")
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

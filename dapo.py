@@ -174,7 +174,8 @@ def main(cfg: Config) -> None:
         common.warn_without_signal(step, advantages)
 
         # 4. Update. Weights are relative to the whole minibatch, so the gradients of its micro-batches just add up.
-        order = trains.nonzero()[torch.randperm(int(trains.sum())), 0]  # shuffled row numbers
+        order = trains.nonzero()[:, 0]  # row numbers
+        order = order[torch.randperm(len(order))]  # shuffled
         count = math.ceil(cfg.minibatches * len(groups) / cfg.prompts_per_step)  # with fewer groups, fewer minibatches
         minibatches = order.tensor_split(count) if count > 0 else ()
         # At update 0 the policy is still the one that sampled: that update records its own log-probs as the old ones.

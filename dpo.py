@@ -86,6 +86,8 @@ def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, devic
 
 
 def main(cfg: Config) -> None:
+    if cfg.on_policy and cfg.eval_data and cfg.eval_problems:
+        raise common.UserError("--eval_problems: with --on_policy, --eval_data holds the problems already")
     run = common.Run(cfg)
     score = common.load_reward(cfg)
     if cfg.on_policy:

@@ -90,15 +90,15 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(Â − mean) / std over all tokens of the mask: [N, T] -> [N, T], 0 outside the mask, and 0 if all are equal.
 
     Pass all tokens of an optimizer step together: per micro-batch or per rank, it would be another algorithm. The PPO
-    and InstructGPT papers do not mention whitening. OpenAI's baselines and lm-human-preferences whiten each minibatch,
-    as `main` does; N+ whitens each rank's whole rollout.
+    and InstructGPT papers do not mention whitening. OpenAI's baselines and lm-human-preferences whiten each minibatch
+    too, but on each rank by itself; N+ whitens each rank's whole rollout.
     """
     count = mask.sum().clamp(min=1)
     mean = advantages.where(mask, 0.0).sum() / count
     centered = (advantages - mean).where(mask, 0.0)
     std = ((centered ** 2).sum() / count).sqrt()
-    all_equal = advantages.where(mask, -torch.inf).amax() == advantages.where(mask, torch.inf).amin()
-    return (centered / (std + 1e-8)).masked_fill(all_equal, 0.0)  # if all are equal, std is only a rounding error
+    all_equal = (advantages[mask] == advantages[mask][:1]).all()  # then their std is only a rounding error
+    return (centered / (std + 1e-8)).masked_fill(all_equal, 0.0)
 
 
 def token_weights(mask: torch.Tensor, num_tokens: int) -> torch.Tensor:

@@ -400,6 +400,18 @@ def test_a_reward_model_reads_the_sampled_tokens_at_the_last_of_them(tmp_path, p
     assert torch.equal(correct, expected.bool())
 
 
+def test_copies_of_a_completion_get_one_score(tmp_path, policy_directory, monkeypatch):
+    """Though they were scored in different micro-batches, which round differently: here, by whole numbers."""
+    save_reward_model(tmp_path / "rm")
+    problems, rollout = problems_and_rollout(policy_directory)
+    for copy in (1, 3):
+        for rows in (rollout.input_ids, rollout.attention_mask, rollout.mask):
+            rows[copy] = rows[0]
+    monkeypatch.setattr(common, "all_scores", lambda model, batch, *_: torch.arange(float(len(batch.mask))))
+    rewards, _ = common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
+    assert rewards.tolist() == [[0, 0, 2, 0], [4, 5, 6, 7]]
+
+
 def test_a_reward_model_of_another_vocabulary_reads_the_text(tmp_path, policy_directory):
     """A reward model and its tokenizer get their token ids reversed: it must now read the decoded text.
 

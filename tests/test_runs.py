@@ -144,6 +144,11 @@ def test_an_overlong_buffer_longer_than_the_completions(fails):
     common.check_config(dapo.Config(max_new_tokens=6))
 
 
+def test_of_two_files_of_held_out_problems_none_is_ignored(fails):
+    flags = "--on_policy", "--eval_data", "arithmetic:1", "--eval_problems", "arithmetic:3"
+    assert "--eval_problems: with --on_policy, --eval_data holds" in fails(*flags, script="dpo")
+
+
 def test_bad_reward_file(fails, tmp_path):
     path = write(tmp_path / "reward.py", "value = 3\n")
     assert "has no function missing" in fails("--reward", f"{path}:missing")
