@@ -163,6 +163,9 @@ def check_config(cfg) -> None:
         name, value = field.name, getattr(cfg, field.name)
         if typing.get_origin(field.type) is Literal and value not in typing.get_args(field.type):
             raise UserError(f"--{name} {value}: must be one of {', '.join(typing.get_args(field.type))}")
+        kinds = (int, float) if field.type is float else field.type
+        if field.type in (bool, int, float, str) and not isinstance(value, kinds):  # from Python
+            raise UserError(f"--{name} {value!r}: must be of type {field.type.__name__}")
         low, high = LIMITS.get(name, (1 if field.type is int else 0, LARGEST))
         if field.type in (int, float) and not low <= value <= high:  # NaN fails this too
             wanted = f"between {low} and {high}" if high < 10 ** 6 or value > high else f"at least {low}"
@@ -436,8 +439,14 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
     if policy.can_generate():  # `generate` must stop where `sample` does; Qwen2.5's base models name the documents' end
+        config = policy.generation_config
         with one_line_errors(f"--model {name}: eos_token_id in its generation_config.json"):
-            policy.generation_config.eos_token_id = sorted({*eos_ids(policy, tokenizer), turn_end(tokenizer)})
+            config.eos_token_id = sorted({*eos_ids(policy, tokenizer), turn_end(tokenizer)})
+        with one_line_errors(f"--model {name}: its generation_config.json"):
+            if not config.do_sample:  # then these have no effect, but transformers would refuse to save them
+                for unused in ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+                    setattr(config, unused, None)
+            config.validate(strict=True)  # now, and not when the trained model is saved
     return policy, tokenizer
 
 
@@ -559,8 +568,8 @@ def write_directory(directory: Path, fill, replace: bool = True) -> None:
 
     replace=False is for processes that may build the same thing at once: the first to finish wins.
     """
-    old = directory.with_name(f"{directory.name}.old")
-    temporary = directory.with_name(f"{directory.name}.tmp" if replace else f"{directory.name}.tmp-{os.getpid()}")
+    old = directory.with_name(f".{directory.name}.old")  # hidden, because a user's own copy may be called model.old
+    temporary = directory.with_name(f".{directory.name}.tmp" if replace else f".{directory.name}.tmp-{os.getpid()}")
     try:
         for left in (temporary, old):  # by a process that was killed
             remove(left)
@@ -781,11 +790,18 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
 
 def row_prompt(row: dict):
     """The prompt of a row: a string, or chat messages; None if it has none."""
-    prompt, system = row.get("prompt") or row.get("question") or row.get("problem") or None, row.get("system")
-    # A column of its own, as in Orca's pairs. A prompt that is rendered already contains its text.
-    if isinstance(prompt, str) and isinstance(system, str) and system.strip() not in prompt:
-        return [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
+    prompt, system = row.get("prompt") or row.get("question") or row.get("problem") or None, system_turn(row)
+    if isinstance(prompt, str) and system and system[0]["content"].strip() not in prompt:  # nor rendered already
+        return [*system, {"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and is_prompt(prompt) and prompt[0]["role"] != "system":
+        return system + prompt
     return prompt
+
+
+def system_turn(row: dict) -> list[dict]:
+    """The message of a `system` column, as Orca's pairs have it: a list of one, or of none."""
+    system = row.get("system")
+    return [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
 
 
 def is_prompt(prompt) -> bool:
@@ -1038,8 +1054,9 @@ def read_preference(row: dict) -> Preference | None:
             raise ValueError("want conversations that end with an answer")
         known = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
         if len(turns[0]) - 1 > len(known):  # a `prompt` may stand beside conversations, and may be one turn of several
-            system = [turn for turn in known[:1] if turn["role"] == "system" and turns[0][0][0] != "system"]
-            prompt = system + answers[0][:-1]
+            first = (known or system_turn(row))[:1]
+            has_system = first and first[0]["role"] == "system" and turns[0][0][0] != "system"
+            prompt = (first if has_system else []) + answers[0][:-1]
     answers = [answer if isinstance(answer, str) else answer[-1]["content"] for answer in answers]
     if prompt is None:  # whole dialogues as text: "Human: hi Assistant: hello" and "Human: hi Assistant: go away"
         shared = re.match(".*[Aa]ssistant:", os.path.commonprefix(answers), re.S)
@@ -1976,7 +1993,8 @@ def load_reward_function(spec: str):
         source = importlib.util.spec_from_file_location(module_name, path)
         module = importlib.util.module_from_spec(source)
         sys.modules[module_name] = module  # so that pickle, and with it multiprocessing, finds what the file defines
-        with contextlib.chdir("."), torch.enable_grad():  # whatever the file changes of these is undone
+        # Whatever the file changes of these is undone. (Many set a seed.)
+        with contextlib.chdir("."), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             source.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may end in sys.exit
         raise UserError(f"--reward {spec}: {path} does not load: {type(error).__name__}: {error}") from error
@@ -1986,9 +2004,11 @@ def load_reward_function(spec: str):
 
     def checked(problem: Problem, completion: str) -> float:
         try:
-            with contextlib.chdir("."), torch.enable_grad():
+            with contextlib.chdir("."), torch.enable_grad(), ctrl_c_blocked():
                 reward = function(problem.prompt, completion, copy.deepcopy(problem.row))
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit, for example, or the FunctionTimedOut of func_timeout
             lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == source.origin]
             line = f" (line {lines[-1]})" if lines else ""
             raise UserError(f"--reward {spec} raised {type(error).__name__}: {error}{line}, on row "
@@ -1998,6 +2018,18 @@ def load_reward_function(spec: str):
                             f"{problem.row!r:.300}")
         return float(reward)
     return checked
+
+
+@contextlib.contextmanager
+def ctrl_c_blocked():
+    """A program that starts here does not get the terminal's Ctrl-C: it inherits the blocked signal. Else a reward that
+    runs a completion in a process of its own would judge it wrong, and the step, which still finishes, would learn that.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 # -------------------------------------------------------------------------------------------------- evaluation

@@ -42,7 +42,7 @@ def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.
     InstructGPT eq. 1, with the margin of Llama 2 eq. 2. Scores and margin are [B].
     """
     difference = chosen.flatten() - rejected.flatten()  # [B, 1] − [B] would be [B, B]
-    loss = -F.logsigmoid(difference if margin is None else difference - margin).mean()
+    loss = -F.logsigmoid(difference if margin is None else difference - margin.flatten()).mean()
     return loss, {"pair_accuracy": (difference > 0).float().mean().detach(), "margin": difference.mean().detach()}
 
 

@@ -2,6 +2,7 @@
 import importlib
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,20 +32,22 @@ def test_a_wide_clip_is_allowed():
 
 
 def test_a_system_column_is_the_prompts_system_message():
-    """As in Orca's pairs. A prompt that is rendered already has it, and conversations may leave it out."""
+    """As in Orca's pairs, unless the prompt has one already."""
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
     assert common.row_prompt({"system": "Be brief.", "question": "Hi"}) == [system, user]
-    for prompt in ("<|im_start|>system\nBe brief.<|im_end|>", [user]):
+    assert common.row_prompt({"system": "Be brief.", "prompt": [user]}) == [system, user]
+    for prompt in ("<|im_start|>system\nBe brief.<|im_end|>", [{"role": "system", "content": "Sing."}, user]):
         assert common.row_prompt({"system": "Be brief.", "prompt": prompt}) == prompt
     for empty in ("", " ", None):
         assert common.row_prompt({"system": empty, "prompt": "Hi"}) == "Hi"
     turns = [user, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Bye"}]
-    for prompt, before in (("Hi", [user]), ("Bye", turns)):
+    for prompt, before in (("Hi", [user]), ("Bye", turns), (None, turns)):
         answers = {name: [*before, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
         assert common.read_preference({"system": "Be brief.", "prompt": prompt, **answers}).prompt == [system, *before]
 
 
-@pytest.mark.parametrize("flags", [{"clip_eps": -0.2}, {"temperature": 0.0}, {"lr_schedule": "Cosine"}])
+@pytest.mark.parametrize("flags", [{"clip_eps": -0.2}, {"temperature": 0.0}, {"lr_schedule": "Cosine"}, {"steps": 2.0},
+                                   {"lr": "1e-4"}, {"data": Path("problems.jsonl")}, {"save_every": np.int64(5)}])
 def test_a_config_built_in_python_is_checked_too(flags, tmp_path):
     with pytest.raises(common.UserError, match=f"--{min(flags)} "):
         common.Run(importlib.import_module("grpo").Config(**flags, output_dir=str(tmp_path)))
@@ -258,16 +261,16 @@ def test_a_tied_weight_is_saved_once(tmp_path):
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):
-    for name in ("a.tmp", "a.old"):
+    for name in (".a.tmp", ".a.old"):
         (tmp_path / name / "x").mkdir(parents=True)
     common.write_directory(tmp_path / "a", lambda folder: (folder / "file").write_text("1"))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_what_another_process_is_writing_is_left_alone(tmp_path):
-    (tmp_path / "a.tmp-99999").mkdir()
+    (tmp_path / ".a.tmp-99999").mkdir()
     common.write_directory(tmp_path / "a", lambda folder: (folder / "file").write_text("1"), replace=False)
-    assert (tmp_path / "a.tmp-99999").exists()
+    assert (tmp_path / ".a.tmp-99999").exists()
 
 
 def test_a_directory_is_replaced_without_a_trace(tmp_path):
@@ -644,6 +647,17 @@ def test_an_eos_that_is_no_token(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
     with pytest.raises(common.UserError, match="eos_token_id in its generation_config.json"):
         common.load_policy(policy_config(tmp_path), cpu)
+
+
+def test_a_model_whose_own_generation_config_could_not_be_saved(tmp_path):
+    """A temperature without do_sample, as Vicuna has it, is an error to transformers once anything else has changed."""
+    model, tokenizer = random_model("Qwen2")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6, "max_length": 99}')
+    common.save_model(*common.load_policy(policy_config(tmp_path), cpu), tmp_path / "model")
+    saved = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert saved["max_length"] == 99 and not {"temperature", "top_p"} & saved.keys()
 
 
 def test_no_bos_stands_between_prompt_and_answer():

@@ -31,7 +31,8 @@ def test_a_column_of_scores_is_read_as_one_per_pair():
     chosen, rejected, margin = torch.tensor([2.0, 0]), torch.tensor([1.0, 3]), torch.tensor([0.0, 1])
     expected, _ = reward_model.preference_loss(chosen, rejected, margin)
     for scores in ((chosen[:, None], rejected[:, None]), (chosen[:, None], rejected)):
-        torch.testing.assert_close(reward_model.preference_loss(*scores, margin)[0], expected)
+        for gap in (margin, margin[:, None]):
+            torch.testing.assert_close(reward_model.preference_loss(*scores, gap)[0], expected)
 
 
 def test_ranking_loss_is_the_mean_over_all_pairs():

@@ -159,7 +159,8 @@ def test_bad_reward_file(fails, tmp_path):
 
 @pytest.mark.parametrize("body, message", [
     ("raise KeyError('gold')", "raised KeyError: 'gold'"), ("return float('nan')", "returned nan"),
-    ("raise SystemExit(0)", "raised SystemExit"), ("return 10 ** 400", "returned 1000"),
+    ("raise SystemExit(0)", "raised SystemExit"), ("raise GeneratorExit", "raised GeneratorExit"),
+    ("return 10 ** 400", "returned 1000"),
     ("return 1e300", "returned 1e+300"), ("return None", "returned None"), ("return 'good'", "returned 'good'")])
 def test_a_reward_function_that_fails_names_the_row(tmp_path, body, message):
     path = write(tmp_path / "reward.py", f"def f(prompt, completion, row):\n    {body}\n")
@@ -188,12 +189,22 @@ def test_a_reward_file_is_a_module_whose_parts_can_be_pickled(name, tmp_path):
 
 
 def test_what_a_reward_function_changes_for_the_whole_process_is_undone(tmp_path):
-    path = write(tmp_path / "reward.py", "import os, torch\ntorch.set_grad_enabled(False)\n"
+    path = write(tmp_path / "reward.py", "import os, torch\ntorch.set_grad_enabled(False)\ntorch.manual_seed(42)\n"
                  "def f(prompt, completion, row):\n    torch.set_grad_enabled(False)\n    os.chdir('/')\n"
                  "    return 1\n")
-    here = os.getcwd()
+    here, state = os.getcwd(), torch.get_rng_state()
     common.load_reward_function(f"{path}:f")(common.Problem("1+1=?", [], "2", {}), "2")
-    assert torch.is_grad_enabled() and os.getcwd() == here
+    assert torch.is_grad_enabled() and os.getcwd() == here and torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_program_that_a_reward_function_starts_does_not_get_ctrl_c(tmp_path):
+    """It would end without a verdict, while the run still finishes its step. Here it sends SIGINT to itself."""
+    path = write(tmp_path / "reward.py", "import subprocess, sys\n"
+                 "program = 'import os, signal; os.kill(os.getpid(), signal.SIGINT); print(1)'\n"
+                 "def f(prompt, completion, row):\n"
+                 "    return subprocess.run([sys.executable, '-c', program], capture_output=True).stdout == b'1\\n'\n")
+    assert common.load_reward_function(f"{path}:f")(common.Problem("1+1=?", [], "2", {}), "2") == 1.0
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_a_process_that_a_reward_function_forks_can_be_ended(tmp_path):
@@ -469,7 +480,7 @@ def test_overwrite_removes_a_link_and_not_what_it_points_to(tmp_path):
     again = run_script("grpo.py", *flags, "--overwrite")
     assert again.returncode == 0 and (tmp_path / "run" / "model" / "model.safetensors").exists(), again.stderr
     assert (tmp_path / "model" / "model.safetensors").exists() and list((tmp_path / "checkpoint").glob("step-*"))
-    assert not (tmp_path / "run" / "model.old").is_symlink()
+    assert not (tmp_path / "run" / ".model.old").is_symlink()
 
 
 @pytest.mark.parametrize("schedule, rates", [("linear", [4, 2, 2, 1]), ("constant", [4, 4, 4, 4])])
