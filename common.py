@@ -388,8 +388,9 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
         with one_line_errors(errors), torch.random.fork_rng(devices=[]):  # a new head draws random numbers
             model, report = cls.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True,
                                                 trust_remote_code=trust_remote_code, output_loading_info=True)
+            # They would stay random, which only a head that is to be trained may be.
             if missing := set(report["missing_keys"]) - ({"score.weight"} if trainable else set()):
-                raise UserError(f"--model {name}: no weights for {min(missing)}")  # they would stay random
+                raise UserError(f"--model {name}: no weights for {min(missing)}")
             return model
     model = on_main_rank(read_weights)
     if rank() > 0:
@@ -411,8 +412,8 @@ def ensure_classifier(config_class) -> None:
         base = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__bases__[0]  # Granite's: GranitePreTrainedModel
         name = base.__name__.replace("PreTrainedModel", "ForSequenceClassification")
         prefix = base.base_model_prefix or "model"  # Llama 4 leaves it empty
-        # In a module of ours, transformers would take it for custom code, and would neither set up Falcon-H1's unsaved
-        # buffers nor rename Dory's weights.
+        # __module__: transformers would take a class of this module for custom code, and then neither set up
+        # Falcon-H1's unsaved buffers nor rename Dory's weights.
         classifier = type(name, (GenericForSequenceClassification, base),
                           {"base_model_prefix": prefix, "__module__": base.__module__})
         # transformers 5.17's `register` does nothing for a config of its own
@@ -438,7 +439,7 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
-    if policy.can_generate():  # `generate` must stop where `sample` does; Qwen2.5's base models name the documents' end
+    if policy.can_generate():  # `generate` must stop where `sample` does; Qwen2.5's base models list no end of a turn
         config = policy.generation_config
         with one_line_errors(f"--model {name}: eos_token_id in its generation_config.json"):
             config.eos_token_id = sorted({*eos_ids(policy, tokenizer), turn_end(tokenizer)})
@@ -453,7 +454,7 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
 def warn_of_defaults(cfg) -> None:
     """Say which flags of a real model's run still have a default that suits the tiny model."""
     sizes = ["lr", "value_lr", "overlong_buffer"]
-    if getattr(cfg, "on_policy", True) or cfg.eval_problems or is_built_in(cfg.data):  # else nothing is sampled
+    if getattr(cfg, "on_policy", True) or cfg.eval_problems or is_built_in(cfg.data):  # else dpo.py samples nothing
         sizes.append("max_new_tokens")
     defaults = [f"--{size} {value}" for size, value in vars(cfg).items()
                 if size in sizes and value == getattr(type(cfg), size, None)]
@@ -504,7 +505,7 @@ def shard(model, device: torch.device):
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in [*own, model]:
         fully_shard(module, mp_policy=precision,
-                    reshard_after_forward=frozen or module is not model)  # a backward pass needs the root's first
+                    reshard_after_forward=frozen or module is not model)  # backward begins with the root: keep it
         if world_size() > 1:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -791,7 +792,7 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
 def row_prompt(row: dict):
     """The prompt of a row: a string, or chat messages; None if it has none."""
     prompt, system = row.get("prompt") or row.get("question") or row.get("problem") or None, system_turn(row)
-    if isinstance(prompt, str) and system and system[0]["content"].strip() not in prompt:  # nor rendered already
+    if isinstance(prompt, str) and system and system[0]["content"].strip() not in prompt:  # not rendered yet
         return [*system, {"role": "user", "content": prompt}]
     if isinstance(prompt, list) and is_prompt(prompt) and prompt[0]["role"] != "system":
         return system + prompt
@@ -839,7 +840,7 @@ def encode(tokenizer, prompts: list[tuple[str, bool]]) -> list[list[int]]:
 
 @functools.lru_cache(1)  # Gemma 3 has thousands of added tokens: 30 ms for every prompt
 def special_tokens(tokenizer) -> tuple[str, ...]:
-    """Those with a name of their own and the others, such as Phi-3's <|user|>."""
+    """The texts of those with a role (BOS, EOS, padding) and of the others, such as Phi-3's <|user|>."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return *tokenizer.all_special_tokens, *added
 
@@ -848,6 +849,7 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
                   surplus: str = "") -> tuple[str, bool]:
     """A string or chat messages -> (text for the model, whether a chat template wrote it).
 
+    default: the system message where system_prompt is empty; "" (or system_prompt "none") lets MiniMind close <think>.
     surplus: what to leave off where a template ends the prompt with it (`answer_form`).
     """
     if system_prompt == "none":
@@ -878,8 +880,9 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
 
 
 def answer_form(tokenizer) -> tuple[str, str, int]:
-    """How a chat template writes an answer that is known, beside the prompt that asks for one: (what it leaves off that
-    prompt, as R1's <think>; what comes before the answer, as Qwen3's empty thought; the special token that ends it).
+    """How a chat template writes a given answer, where that differs from a prompt for a new one: (what such a prompt
+    ends with and a given answer lacks, as R1's <think>; what a given answer alone has in front, as Qwen3's empty
+    thought; the special token after it).
 
     Some chat models have an EOS that ends documents and another token that ends turns, as Gemma's <end_of_turn>.
     """
@@ -891,7 +894,7 @@ def answer_form(tokenizer) -> tuple[str, str, int]:
         return "", "", tokenizer.eos_token_id
     before, _, after = text.rpartition(answer["content"])
     shared = os.path.commonprefix([prompt, before])
-    if question["content"] not in shared:  # two forms altogether
+    if question["content"] not in shared:  # they part before the answer: nothing to compare
         prompt = before = shared
     ids = tokenizer(after.strip(), add_special_tokens=False)["input_ids"]
     ends = ids and ids[0] in tokenizer.added_tokens_decoder and tokenizer.added_tokens_decoder[ids[0]].special
@@ -909,8 +912,8 @@ def encode_answers(tokenizer, rendered: list[tuple[str, bool]], prompts: list[li
 
     lead: what a template puts before an answer (`answer_form`). An answer with a thought of its own gets no empty one.
 
-    SentencePiece tokenizers put a space before a text that is read alone. Where prompt and answer merge at the seam,
-    the answer is read alone all the same.
+    Each is read together with its prompt, since SentencePiece tokenizers put a space before a text that is read alone.
+    Only where the two merge at the seam, so that the prompt gets other tokens, is the answer read alone.
     """
     def with_lead(answer):
         answer = answer.lstrip()
@@ -1055,6 +1058,7 @@ def read_preference(row: dict) -> Preference | None:
         known = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
         if len(turns[0]) - 1 > len(known):  # a `prompt` may stand beside conversations, and may be one turn of several
             first = (known or system_turn(row))[:1]
+            # A system message that only the prompt or the `system` column has goes in front.
             has_system = first and first[0]["role"] == "system" and turns[0][0][0] != "system"
             prompt = (first if has_system else []) + answers[0][:-1]
     answers = [answer if isinstance(answer, str) else answer[-1]["content"] for answer in answers]
@@ -1854,9 +1858,10 @@ def micro_batches(batch, blocks: list, max_tokens: int):
                for row, ids in zip(rows, batch.input_ids[rows].cpu().numpy())}  # row: a number that equal rows share
 
     dealt = []  # the micro-batches, each a list of blocks
-    held, L, T = {}, 0, 0  # of the last one: the tokens of its distinct rows, and its widths
+    held, L, T = {}, 0, 0  # of the last one: its distinct rows, with the length of their block, and its widths
     for block in sorted(blocks, key=lambda block: (-max(total[row] for row in block), block)):
-        new = {copy_of[row]: total[row] for row in block}
+        longest = max(total[row] for row in block)  # its rows stay together: padding up to this does not count
+        new = {copy_of[row]: longest for row in block}
         widths = max(prompt[row] for row in block), max(completion[row] for row in block)
         held |= new
         L, T = max(L, widths[0]), max(T, widths[1])
@@ -2023,7 +2028,7 @@ def load_reward_function(spec: str):
 @contextlib.contextmanager
 def ctrl_c_blocked():
     """A program that starts here does not get the terminal's Ctrl-C: it inherits the blocked signal. Else a reward that
-    runs a completion in a process of its own would judge it wrong, and the step, which still finishes, would learn that.
+    runs a completion in a process of its own would judge it wrong, and the step, which still ends, would learn that.
     """
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -2044,8 +2049,7 @@ def evaluate(policy, tokenizer, problems: list[Problem], score, cfg) -> dict[str
     prompts = [problem.prompt_ids for problem in problems]
     _, correct = score(problems, sample(policy, tokenizer, prompts, 1, cfg.max_new_tokens, greedy=True))
     metrics = {"eval_accuracy": correct.float().mean().item()}
-    if cfg.eval_samples > 1:
-        k = cfg.eval_samples
+    if (k := cfg.eval_samples) > 1:
         with torch.random.fork_rng(devices=[]):
             _, correct = score(problems, sample(policy, tokenizer, prompts, k, cfg.max_new_tokens, cfg.temperature))
         metrics[f"eval_avg@{k}"] = correct.float().mean().item()
@@ -2135,7 +2139,7 @@ class Run:
         self.script = Path(sys.argv[0]).name
         self.directory = Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
         self.next_step = 0  # step 0 is the evaluation before training
-        self.failing = False  # set once there were --max_bad_steps of them
+        self.failing = False  # set after --max_bad_steps skipped updates in a row
         self.stop_signal = 0
         self.extra = {}  # numbers of the script's own, set before `start`: checkpoints keep them
         self.check_directory()
@@ -2432,7 +2436,7 @@ class Run:
         torch.set_rng_state(state["random"])
         for name, (*_, schedule) in self.trained.items():
             schedule.last_epoch = state["updates"][name] - 1
-            schedule._initial_step()  # adds 1 and sets the rate: with another --steps, it is not the one before
+            schedule._initial_step()  # adds 1 and sets the rate anew, for another --steps changes it
 
     def drop_later_lines(self) -> None:
         """Remove log lines written after the checkpoint: their steps are done again."""
@@ -2521,8 +2525,8 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
        `A: 18`: whichever ends last. Such marks may stand in one another: <answer>\\boxed{18}</answer>.
     2. What follows the last <answer>, though it is never closed: samplers that stop at </answer> cut the tag off.
        `sample` does not, so there such an answer was broken off; with `closed_only` it does not count.
-    3. "The answer is 18." This is also looked for within 1 and 2, `Answer: The final answer is 18. I hope so.`, and a
-       number after a line such as `A: There are 15 trees.`, which may only begin the reasoning.
+    3. "The answer is 18." This is also looked for within 1 and 2 (`Answer: The final answer is 18. I hope so.`) and, if
+       it gives a number, after a line such as `A: There are 15 trees.`, which may only begin the reasoning.
     4. A sentence with a number in it below `# Answer`.
     """
     text, answer, after = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None, ""
@@ -2533,7 +2537,8 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
         if not marked:
             break
         end, answer = max(marked)
-        if "#" not in headings.get(end, "#") and re.match(r"[A-Z][\w']*,? [a-z]", answer):  # a sentence
+        # A sentence after "Answer:" or "A:" may only begin the reasoning; one in a tag, in a box or after "#" does not.
+        if "#" not in headings.get(end, "#") and re.match(r"[A-Z][\w']*,? [a-z]", answer):
             after = text[end:]
         text = answer = answer.strip()
     if answer is None and "<answer>" in text and not closed_only:

@@ -80,8 +80,8 @@ def dynamic_sampling(roll_out, num_prompts: int, max_generation_batches: int):
     """Roll out until `num_prompts` groups are informative, but at most `max_generation_batches` times.
 
     roll_out(P) returns (batch, rollout, rewards [P, G], correct [P, G]). After the first call, P is as many prompts as
-    should yield the groups still missing. Returns the list of all these rollouts, and the groups to train on, numbered
-    through that list. Groups beyond num_prompts are lost: the next step has another policy.
+    should yield the groups still missing, but at most num_prompts. Returns the list of all these rollouts, and the
+    groups to train on, numbered through that list. Groups beyond num_prompts are lost: the next step has a new policy.
     """
     drawn, wanted = [], num_prompts
     for _ in range(max_generation_batches):
@@ -184,7 +184,7 @@ def main(cfg: Config) -> None:
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
 
         for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):
-            weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T], 0 outside the minibatch
+            weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T]; only the minibatch's rows are read
             if cfg.loss_average == "token":
                 weights[minibatch] = token_weights(loss_mask[minibatch], int(loss_mask[minibatch].sum()))
             else:  # the whole step's weights, since minibatches may split a group, scaled up to this minibatch

@@ -147,7 +147,7 @@ def main(cfg: Config) -> None:
                 "ties": len(drawn) - len(pairs),
                 "sampled_tokens": int(batch.lengths.sum())}
         else:
-            batch, pairs, _ = common.collate_preferences(drawn, tokenizer.pad_token_id, run.device)
+            batch, pairs, _ = common.collate_preferences(drawn, tokenizer.pad_token_id, run.device)  # blocks of 2
             ref_logprobs = torch.cat([pair.ref_logprobs for pair in drawn])  # [N]
 
         # 2. Update. Each pair weighs 1 / pairs of the step, so the gradients of micro-batches just add up.

@@ -53,7 +53,7 @@ def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
 def token_weights(mask: torch.Tensor, num_sequences: int, max_new_tokens: int) -> torch.Tensor:
     """Weights [N, T] of the tokens in the loss, from their mask (bool [N, T]); 0 outside the mask.
 
-    num_sequences is the number of completions in the whole optimizer step, over all micro-batches and ranks.
+    num_sequences (N below) counts the completions of the whole optimizer step, over all micro-batches and ranks.
     """
     return mask / max_new_tokens / num_sequences  # 1 / (N·L_max), as in listing 1 of the paper
 
@@ -111,7 +111,7 @@ def main(cfg: Config) -> None:
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
 
         for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):
-            weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T], 0 outside the minibatch
+            weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T]; only the minibatch's rows are read
             weights[minibatch] = token_weights(rollout.mask[minibatch], len(minibatch), cfg.max_new_tokens)
             total_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):

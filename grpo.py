@@ -56,7 +56,7 @@ def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch
 def token_weights(mask: torch.Tensor, num_sequences: int) -> torch.Tensor:
     """Weights [N, T] of the tokens in the loss, from their mask (bool [N, T]); 0 outside the mask.
 
-    num_sequences is the number of completions in the whole optimizer step, over all micro-batches and ranks.
+    num_sequences (N below) counts the completions of the whole optimizer step, over all micro-batches and ranks.
     """
     return mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_sequences  # 1 / (N·|o_i|)
 
@@ -121,7 +121,7 @@ def main(cfg: Config) -> None:
         ref_logprobs = common.rollout_logprobs(reference, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)
 
         for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):
-            weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T], 0 outside the minibatch
+            weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T]; only the minibatch's rows are read
             weights[minibatch] = token_weights(rollout.mask[minibatch], len(minibatch))
             total_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):

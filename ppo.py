@@ -246,7 +246,7 @@ def main(cfg: Config) -> None:
 
         # 4. Update. Weights are relative to the whole minibatch, so the gradients of its micro-batches just add up.
         for minibatch in minibatches * cfg.updates_per_batch:
-            weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T], 0 outside the minibatch
+            weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T]; only the minibatch's rows are read
             weights[minibatch] = token_weights(rollout.mask[minibatch], int(rollout.lengths[minibatch].sum()))
             total_loss = torch.zeros((), device=run.device)
             total_value_loss = torch.zeros((), device=run.device)

@@ -219,6 +219,12 @@ def test_long_and_short_rows_do_not_share_a_micro_batch():
     assert len(list(common.micro_batches(batch, list(range(16)), 1600))) == 1
 
 
+def test_padding_that_a_pair_has_anyway_ends_no_micro_batch():
+    """Eight pairs of a long and a short answer: 40% padding, however they are divided."""
+    batch = common.collate([[i] for i in range(16)], [[7] * n for n in [24, 4] * 8], 0)
+    assert len(list(common.micro_batches(batch, [[i, i + 1] for i in range(0, 16, 2)], 500))) == 1
+
+
 @pytest.mark.parametrize("compute", [common.token_logprobs, common.token_values, common.sequence_scores])
 def test_equal_rows_are_computed_once(compute):
     """Rows 0, 2 and 3 have the same prompt (5 6) and completion (7 8 9); their masked positions differ.
