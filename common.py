@@ -2484,6 +2484,7 @@ LONGEST_COMPLETION, LONGEST_ANSWER = 20_000, 400  # characters; of a completion,
 LONGEST_LIST, DEEPEST, MOST_BITS = 20, 30, 8_000  # items in any order; braces around a box; size of an exact number
 
 _BARE_BOX = re.compile(r"\\boxed(?: +|(?=\d))([^\s\\${}]+)")  # \boxed 5, \boxed5
+_MATRIX = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[^$]{,400}?\\end\{\1\}")  # one answer on several lines
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.S | re.I)
 _HEADING = re.compile(r"""
     ^[ \t]* (?:
@@ -2500,7 +2501,7 @@ _HEADING = re.compile(r"""
                | \d+[.):][ ]+[A-Za-z] ) )
     ) (\**[^\s*].*)""", re.X | re.M)
 _BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|(?P<open>\{)|(?P<close>\})|\\[{}]")
-_BETWEEN_BOXES = re.compile(r"\\[()\[\]]|\\q?quad|\\text|(?<=or )\$?\w ?=|[\s${}]")  # beside "and" or a comma
+_BETWEEN_BOXES = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")  # beside "and" or a comma
 _PHRASE = re.compile(r"""
     # "The final answer is: 18", "The answer to the question (in dollars) is 18"; not "The answer is correct"
     ^.* (?: answers? | correct[ ](?:option|choice) )
@@ -2515,7 +2516,7 @@ _PHRASE = re.compile(r"""
     """, re.X | re.I | re.M)
 _UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*([A-Z].*\d.*)", re.M)
 _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\|\w+\|>"
-                    r"|\.?\s?I hope (?:it|this) is correct.*")  # **18**</s>; not x**2
+                    r"|</answer>.*|\.?\s?I hope (?:it|this) is correct.*")  # **18**</s>; not x**2
 
 
 def extract_answer(text, closed_only: bool = False) -> str | None:
@@ -2530,6 +2531,7 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     4. A sentence with a number in it below `# Answer`.
     """
     text, answer, after = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None, ""
+    text = _MATRIX.sub(lambda matrix: matrix[0].replace("\n", " "), text)
     for _ in range(3):  # marks within marks
         headings = {mark.end(1): mark[0] for mark in _HEADING.finditer(text)}
         marked = [(mark.end(1), mark[1]) for kind in (_TAGGED, _HEADING) for mark in kind.finditer(text)]
@@ -2553,15 +2555,17 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
 def _in_boxes(text: str) -> list[tuple[int, str]]:
     """"\\boxed{1} and \\boxed{\\frac12}" -> [(8, "1"), (28, "1, \\frac12")]: where each ends, and the list so far."""
     opened = collections.deque(maxlen=DEEPEST)  # the innermost braces
-    found = []
+    found, name = [], ""
     for brace in _BRACE.finditer(text):
         if brace["box"] or brace["open"]:
             opened.append(brace)
         elif brace["close"] and opened and (box := opened.pop())["box"]:
             if answer := text[box.end():brace.start()].strip():
                 between = _BETWEEN_BOXES.sub("", text[found[-1][0] + 1:box.start()]) if found else ""
-                if between in (",", "and", "or", ",and"):
+                joined = re.fullmatch(r"(?:,|,?and|or)(?:(\w)=)?", between)  # x = \boxed{1} and x = \boxed{2}, not y =
+                if joined and (between[:2] == "or" or joined[1] in (None, name)):
                     answer = f"{found[-1][1]}, {answer}"
+                name = text[max(0, box.start() - 5):box.start()].rstrip("= $")[-1:]
                 found.append((brace.start(), answer))
     return found
 
@@ -2575,15 +2579,16 @@ def format_reward(text) -> float:
 
 _DECIMAL = re.compile(r"-?\d*\.?\d+", re.ASCII)
 # A choice together with what it stands for: (D) 5, D. 5; not (A) B, nor (A) 5, (B) 6
-_OPTION = re.compile(r"[(\[]?([A-E])[)\].:]+ (?!.?[A-E]\W*$)(?!.*[^a-zA-Z][A-E][).:\]])(.+)")
+_OPTION = re.compile(r"[(\[]? ?([A-E]) ?[)\].:]+ (?! *,|(?:.*\W)?[A-E](?:\W*$|[).:\]]))(.+)")
 _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; nothing that may change the number
-    (?! All[ ] | .*[ ][-/][ ] | .*(?<![\w'])(?: not | minus | negative | than | most | least | half | hundred | dozen
-        | pi | sqrt | log | mod | [b-zB-Z] )\b )  (?: (?:So|Thus|Hence|Therefore|In[ ]total|Together|Altogether),?[ ] )?
-    [A-Z][\w']*,?[ ][a-z]+[ ] (?: [\w ',.;:/$-] | (?<=[a-z]{2})\^ )*
+    (?! All[ ] | .*[ ][-/][ ] | .*n't[ ] | .*(?<![\w'])(?: not | minus | negative | than(?=[ ]-?\d) | most | least
+        | half | hundred | dozen | pi | sqrt | log | mod | [b-zB-HJ-Z] )\b )
+    (?: (?:So|Thus|Hence|Therefore|In[ ]total|Together|Altogether),?[ ] )?
+    (?: (?:[A-Z][\w'.-]*|the)[ ]?,?[ ] )+ [a-z']+[ ]?,?[ ] (?: [\w ',.;:/$-] | (?<=[a-z]{2})\^ )*
     """, re.X)
 # The area is 12\pi
 _STATEMENT = re.compile(r"(?!(?:.* (?:is|are|equals) ){2})[A-Z][^=]* (?:is|are|equals) (?!not )(.+)")
-_NUMBER = re.compile(r"(?<![\w.^/:])-?\d+(?:\.\d+)?(?:/\d+)?(?![\w/:^]|\.\d)")
+_NUMBER = re.compile(r"(?<![\w.^/:])-?\d+(?:\.\d+)?(?:/\d+)?(?![\w:^]|\.\d|/[^a-z])")
 
 
 def is_equivalent(prediction, answer) -> bool:
@@ -2603,7 +2608,7 @@ def is_equivalent(prediction, answer) -> bool:
         return True
     for side, other in ((a, b), (b, a)):
         if option := _OPTION.fullmatch(side):  # (D) 5 agrees with D and with 5
-            return option[1] == other.strip("()[]") or _same(_clean(option[2]), other)
+            return option[1] == other.strip("()[]. ") or _same(_clean(option[2]), other)
         if _SENTENCE.fullmatch(side) and len(numbers := _NUMBER.findall(side)) == 1:  # a sentence, with its only number
             return _same(numbers[0], other)
         if statement := _STATEMENT.fullmatch(side):
@@ -2618,7 +2623,7 @@ _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currenc
     "^": "**", "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
     "=": r"\equiv ≡", "≠": r"\ne \neq !=", "∈": r"\in", "±": r"\pm \mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
     ":": r"\colon", "∪": r"\cup \bigcup", "|": r"\vert \lvert \rvert \mid", " or ": r"\lor \vee", "(": r"\langle",
-    ")": r"\rangle", "\\frac": r"\dfrac \tfrac \cfrac \nicefrac \sfrac", "\\binom": r"\dbinom \tbinom",
+    ")": r"\rangle", "'": "’", "\\frac": r"\dfrac \tfrac \cfrac \nicefrac \sfrac", "\\binom": r"\dbinom \tbinom",
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"
               r" \boldsymbol \bm \mathit \mathsf \textsf \texttt \emph \underline",
     "\\ldots ": r"... \dots \cdots", "\\overline": r"\bar", "\\epsilon": r"\varepsilon", "\\phi": r"\varphi",
@@ -2626,7 +2631,7 @@ _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currenc
     "\\beta ": "β", "\\lambda ": "λ"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
 _SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>!]=|[$%~;&]|[^\x00-\x7f]"  # whatever may be such a key
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?![\d,]|/\d)")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?!,?\d|/\d)")
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
     # symbols: x² is x^{2}, x₁ is x_{1}; NFKC makes 1/2 of ½, and up to eighteen characters of others, hence the cut
     (r"([⁻⁰¹²³⁴-⁹]+)", r"^{\1}"), (r"([₀-₉]+)", r"_{\1}"), (r"([¼½¾⅐-⅞])", r" \1"), (r"[º˚]", "°"),
@@ -2639,9 +2644,9 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
      lambda angle: f"{angle[1]}({angle[2]})".replace("°", r"*\pi/180")),
     (r"°", " "),
     (r"\\text\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 "),
-    (r"\{ ?([-+]) ?\}|(?<=.)\{ ?\}|\\(?:text)?color ?\{\w+\}", r"\1"),
+    (r"\{ ?([-+:]) ?\}|(?<=.)\{ ?\}|\\(?:text)?color ?\{\w+\}", r"\1"),
     (r"\s+", " "),
-    (r"\{([^{}]*)\\(over|choose)\b([^{}]*)\}",
+    (r"\{([^{}]*)\\(over|choose)(?![a-z])([^{}]*)\}",
      lambda pair: rf"\{'frac' if pair[2] == 'over' else 'binom'}{{{pair[1].strip()}}}{{{pair[3].strip()}}}"),
     # 44 \pmod{83}, 44 (mod 83) and 44 \mod 83 are 44 mod83, 07:30 is 7:30
     (r" ?(?:\\p?mod ?\{? ?|\( ?\\?b?mod )(\d+) ?[})]?", r" mod\1"), (r"\b0(?=\d:\d\d)", ""),
@@ -2659,7 +2664,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),
     (r"[({]([\dA-F]\w*)[)}] ?(?=_[\d{])| ?\(?\bbase (\d+)\)?", lambda base: base[1] or f"_{base[2]}"),
     # \begin{cases} x = 1 \\ y = 2 \end{cases} is x = 1, y = 2
-    (r"\\begin\{cases\}((?:(?!\\end\{cases).)*)\\end\{cases\}", lambda system: system[1].replace(r"\\", ",")),
+    (r"\\begin\{cases\}((?:(?!\\end\{cases).)*)\\end\{cases\}", lambda system: re.sub(r",? ?\\\\", ",", system[1])),
     # matrices: \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} is [[1,2],[3,4]]; a factor before one goes to each entry
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["),
     (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),
@@ -2667,7 +2672,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?<![^=,])([^=,\[\]]{1,24})(\[\[(?:(?!\[\[).)*\]\])$",
      lambda product: re.sub(r"[^\[\],]+", lambda entry: f"{product[1]}({entry[0]})", product[2])),
     # relations: x = \sqrt2 ≈ 1.41 is x = \sqrt2, but x_1 ≈ 1.5 is x_1 = 1.5, like Area: 12
-    (r"((?:^|=) ?[-+(.]*(?:\d|\\frac|\\?sqrt|\\pi)[^=≈,]*)≈[^,]*$", r"\1"),
+    (r"((?:^|=) ?[-+(.]*(?:\d|\\(?:frac|pi|ln|log|arc)|\\?sqrt|e\^)[^=≈,]*)≈[^,]*$", r"\1"),
     (r"≈|(?<=[a-z]{3}) ?: ", "="),
     # x ∈ [1,2] is [1,2], and (x,y) ∈ {(1,2)} is {(1,2)}, which is (1,2)
     (r"(^|[,∪]) ?(?:\\?[^\W\d]+|\([^()]*\)) ?∈", r"\1"),
@@ -2785,6 +2790,7 @@ def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, but x^2 = 5 does not; x ≥ 5 agrees with [5, \\infty)."""
     if kind[-1] == "=":
         is_name = re.fullmatch(r"(?!-)\D*(?:_\{?[\d/]+\}?|(?:\^\{-1\})?\(-?[^()+-]*\))?\s*", sides[0])  # x, x_1, f(-2)
+        is_name = is_name or sides[-1].startswith("[[")  # A^{-1} before a matrix
         return _same(sides[-1], plain, depth) and (bool(is_name) or _same_value(sides[0], plain))
     if kind == "≠" and _LETTER.fullmatch(sides[0]):
         return _same(f"(-\\infty,{sides[1]})∪({sides[1]},\\infty)", plain, depth)
@@ -2803,7 +2809,7 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
     if a[0] == b[0] and _LETTER.fullmatch(a[0]):  # x - e^{-40} and x - e^{-50} are equal after rounding
         return False
     gaps, others = (_values(f"({sides[0]})-({sides[1]})") for sides in (a, b))
-    if len(a) > 2 or 0 in (gaps[0], others[0]):
+    if len(a) > 2 or gaps[0] in (0, gaps[1]) or others[0] in (0, others[1]):  # no letter: 1 = 2, 3 = 5
         return False
     constant = all(_close(gap * others[0], other * gaps[0]) for gap, other in zip(gaps, others))
     return constant and (kind not in "<≤" or gaps[0] * others[0] > 0)
@@ -2813,7 +2819,8 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
 # them, as in "5 miles per hour" and "9.8 m s^{-2}". For "4210_5" it is the base, which the question names.
 _UNIT = re.compile(r"""
     (?<=[\d)}\]\s]) \s* \(? ( mod\d+ | (?:
-        (?! (?: sin | cos | tan | log | exp | sqrt ) (?![a-z]) ) (?: /? [A-Za-z]{4,} | (?<=[\s(]) [A-Za-z]{3} )
+        (?! (?: sin | cos | tan | log | exp | sqrt ) (?![a-z]) ) (?: (?: / | (?<=\s) a[ ] )?
+            (?: [A-Za-z]{4,} | (?<=[\s/]) (?:day|hr|wk|lb|kg) ) | (?<=[\s(]) [A-Za-z]{3} )
         | [ckm]?m | [km]?g | gm | m?[lL] | ft | in | mi | yd | (?: lb | hr | min | sec | yr | wk | qt | pt )s?
         | oz | mph | USD | of | [APap]\.?[Mm]
         | (?<=\s) k? (?: [NJVAWCFsh] | Hz | eV | Pa ) ) (?![A-Za-z])
@@ -2910,7 +2917,9 @@ def _values(text: str) -> list:
     point with a chance of about 1 in 1,000, and hardly ever at all three. Nothing is drawn at random, so the verdict
     on a pair never changes. Where the text is no formula, this raises one of the errors that `_same` catches.
     """
-    text = re.sub(r"(?<=[a-zA-Z)}]) ?(?=\d+\^)|(?<=!)(?=\d)", "*", text)  # n2^n, (n-1)2^n, 3!7!; but x2 is not 2x
+    # n2^n, (n-1)2^n, 3!7! and the i2 of e^{i2\pi/3} are products, but x2 is not 2x.
+    product = r"(?<!\\ln)(?<!\\log)(?<=[a-zA-Z)}]) ?(?=\d+\^)|(?<=!)(?=\d)|(?<![a-zA-Z_\\]i)(?<=i) ?(?=\d)"
+    text = re.sub(product, "*", text)
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
     tokens, values = [], []  # a stack with the first token on top, and ";" at the bottom
 

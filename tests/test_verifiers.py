@@ -57,7 +57,10 @@ from common import extract_answer, format_reward, is_equivalent
     ("The answer, as a common fraction, is 1/2.", "1/2"), ("The answer rounded to the nearest ten is 60.", "60"),
     ("The answer is given by 5.", "5"), ("The answer will be 18.", "18"), ("The answer is just 6.", "6"),
     ("### Final Answer\n\nShe makes **$18** a day.", "She makes $18 a day."),
-    ("# Answer\n\nNobody knows.", None)])
+    ("# Answer\n\nNobody knows.", None), ("<answer>9*2=18\n#### 18</answer>", "18"), ("A: 18</answer> So", "18"),
+    ("<answer>\nAnswer: 18</answer>", "18"), ("Answer: <answer>18</answer>", "18"),
+    ("$x=\\boxed{1}$ and $x=\\boxed{-2}$", "1, -2"), ("$x=\\boxed{2}, y=\\boxed{3}$", "3"),
+    ("**Answer:** \\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}")])
 def test_the_last_answer_is_extracted(text, answer):
     assert extract_answer(text) == answer
 
@@ -202,7 +205,14 @@ SAME = [
     ("50 \\frac{\\text{miles}}{\\text{hour}}", "50 mph"), ("25^\\circ C", "25 degrees Celsius"), ("12 hundred", "1200"),
     ("\\text{The set of all real numbers}", "\\mathbb{R}"),
     ("v^2/g", "\\frac{v^2}{g}"), ("\\sin{30^\\circ}", "\\sin 30^\\circ"), ("12:00", "12:00 PM"), ("2^{}", "2"),
-    ("The value of $x$ is 5.", "5"), ("The area is $12\\pi$.", "12\\pi"), ("Therefore, William makes $18 a day", "18")]
+    ("The value of $x$ is 5.", "5"), ("The area is $12\\pi$.", "12\\pi"), ("Therefore, William makes $18 a day", "18"),
+    ("$18/day", "18"), ("$18 a day", "18"), ("$8/lb", "8"), ("Mr. Smith and Mary have 8 apples.", "8"),
+    ("On average, he spent $8 there.", "8"), ("Tom has 8 more than Tim.", "8"), ("I have 15.", "15"),
+    ("The merchant’s profit would be $125.", "125"), ("Thus the number of eggs is 8.", "8"), ("The man makes $8/day", "8"),
+    ("(\\textbf{E})\\ 12", "E"), ("\\begin{cases}x=2,\\\\ y=-1\\end{cases}", "x=2, y=-1"), ("3{:}55", "3:55"),
+    ("A^{-1} = \\begin{pmatrix} 1 & 2 \\end{pmatrix}", "\\begin{pmatrix} 1 & 2 \\end{pmatrix}"),
+    ("\\ln 2 \\approx 0.693", "\\ln 2"), ("6e^{i3\\pi/2}", "-6i"), ("\\log 10^3", "3"), ("1,000, 2,000", "1000, 2000"),
+    ("{1\\over2}", "\\frac12")]
 
 
 @pytest.mark.parametrize("a, b", SAME)
@@ -270,6 +280,8 @@ def test_the_same_answer_written_another_way(a, b):
     ("x2", "2x"), ("A1", "A"), ("\\lfloor n/2 \\rfloor", "\\lfloor n/3 \\rfloor"), ("|x|+|y|", "|x+y|"),
     ("\\lceil 7/2 \\rceil", "3"), ("\\lfloor x_1 \\rfloor", "1"), ("(0,\\pm 3)", "(0,3,-3)"), ("(A) 5, (B) 6", "A"),
     ("A: 5, B: 6", "A"), ("(B) 45", "A"), ("x\\ne 2", "(-\\infty,3)\\cup(3,\\infty)"),
+    ("(A) or C", "A"), ("A. or B", "A"), ("A) 5 or C", "A"), ("(A), 5", "A"), ("3<4", "5<6"), ("5=6", "1=3"),
+    ("Tom has less than 8.", "8"), ("He doesn't have 8.", "8"), ("x/day", "x"), ("5 m/s", "5 m"), ("y=\\ln 3^2", "y=\\ln 3"),
     ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # long units are compared in linear time
 def test_another_answer(a, b):
     assert not is_equivalent(a, b) and not is_equivalent(b, a)
