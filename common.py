@@ -514,7 +514,9 @@ def shard(model, device: torch.device):
         model.tie_weights()
     if world_size() > 1:
         set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-        for buffer in model.buffers():  # not all are in the state dict: rotary frequencies, for one
+        dtypes = from_main_rank([buffer.dtype for buffer in model.buffers()])
+        for buffer, dtype in zip(model.buffers(), dtypes):  # not all are in the state dict: rotary frequencies, for one
+            buffer.data = buffer.to(dtype)  # before transformers 5.24, `from_config` ignores what must stay float32
             dist.broadcast(buffer, 0)
         # It says which tokens end a completion, and only rank 0 has read it.
         model.generation_config = from_main_rank(getattr(model, "generation_config", None))
@@ -553,8 +555,11 @@ def save_model(model, tokenizer, directory: Path) -> None:
     # gathered one at a time into rank 0's CPU memory: no GPU ever holds the whole model
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     distinct = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied weight has one name here
-    weights = {name: tensor.to(model.saved_dtype) if tensor.is_floating_point() else tensor
-               for name, tensor in weights.items() if name in distinct}
+    exact = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())  # such as an expert router's biases
+    weights = {name: tensor for name, tensor in weights.items() if name in distinct}
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not any(part in name for part in exact):
+            weights[name] = tensor.to(model.saved_dtype)
 
     def fill(folder):
         model.save_pretrained(folder, state_dict=weights)

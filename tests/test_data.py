@@ -260,6 +260,18 @@ def test_a_tied_weight_is_saved_once(tmp_path):
     assert torch.equal(common.load_model(str(tmp_path / "saved"), cpu).lm_head.weight, policy.lm_head.weight)
 
 
+def test_what_a_model_keeps_in_float32_is_saved_in_float32(tmp_path):
+    """The biases of DeepSeek-V3's expert router, for example: rounded, they would choose other experts."""
+    model, tokenizer = random_model("Qwen2")
+    model.bfloat16().save_pretrained(tmp_path / "base")
+    policy = common.load_model(str(tmp_path / "base"), cpu)
+    policy._keep_in_fp32_modules_strict = {"layernorm"}
+    common.save_model(policy, tokenizer, tmp_path / "saved")
+    weights = load_file(tmp_path / "saved" / "model.safetensors")
+    assert all(weight.dtype == (torch.float32 if "layernorm" in name else torch.bfloat16)
+               for name, weight in weights.items())
+
+
 def test_what_a_killed_process_left_is_removed(tmp_path):
     for name in (".a.tmp", ".a.old"):
         (tmp_path / name / "x").mkdir(parents=True)
