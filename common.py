@@ -1062,10 +1062,10 @@ def read_preference(row: dict) -> Preference | None:
             raise ValueError("want conversations that end with an answer")
         known = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
         if len(turns[0]) - 1 > len(known):  # a `prompt` may stand beside conversations, and may be one turn of several
-            first = (known or system_turn(row))[:1]
             # A system message that only the prompt or the `system` column has goes in front.
-            has_system = first and first[0]["role"] == "system" and turns[0][0][0] != "system"
-            prompt = (first if has_system else []) + answers[0][:-1]
+            system = [turn for turn in (known or system_turn(row))[:1]
+                      if turn["role"] == "system" and turns[0][0][0] != "system"]
+            prompt = system + answers[0][:-1]
     answers = [answer if isinstance(answer, str) else answer[-1]["content"] for answer in answers]
     if prompt is None:  # whole dialogues as text: "Human: hi Assistant: hello" and "Human: hi Assistant: go away"
         shared = re.match(".*[Aa]ssistant:", os.path.commonprefix(answers), re.S)
@@ -1963,11 +1963,11 @@ def load_reward_model(cfg):
         longest, context = int(batch.attention_mask.sum(1).max()), context_length(model)
         if longest > context:
             raise UserError(f"--reward {cfg.reward}: its context is {context} tokens, a sequence has {longest}")
-        scores = all_scores(model, batch, range(len(batch.mask)), cfg.micro_batch_tokens) - shift
-        # Copies of a row may stand in different micro-batches, and then round differently. All get the score of the
-        # first one: a group of copies must have advantages of exactly 0, and two copies make no pair.
+        # Copies of a row are scored once. In different micro-batches they could round differently, but a group of
+        # copies must have advantages of exactly 0, and two copies make no pair.
         ids, first = batch.input_ids.where(batch.attention_mask > 0, -1).cpu().numpy(), {}
-        return scores[[first.setdefault(row.tobytes(), i) for i, row in enumerate(ids)]]
+        scored = [first.setdefault(row.tobytes(), i) for i, row in enumerate(ids)]  # [N] the row scored for each
+        return all_scores(model, batch, sorted(set(scored)), cfg.micro_batch_tokens)[scored] - shift
     return scores
 
 
@@ -2521,7 +2521,7 @@ _PHRASE = re.compile(r"""
     """, re.X | re.I | re.M)
 _UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*([A-Z].*\d.*)", re.M)
 _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\|\w+\|>"
-                    r"|</answer>.*|\.?\s?I hope (?:it|this) is correct.*")  # **18**</s>; not x**2
+                    r"|</answer>.*|\.?\s?I hope (?:it|this) is correct.*")  # **18**</s>, 18</answer>; not x**2
 
 
 def extract_answer(text, closed_only: bool = False) -> str | None:
@@ -2583,7 +2583,7 @@ def format_reward(text) -> float:
 
 
 _DECIMAL = re.compile(r"-?\d*\.?\d+", re.ASCII)
-# A choice together with what it stands for: (D) 5, D. 5; not (A) B, nor (A) 5, (B) 6
+# A choice together with what it stands for: (D) 5, D. 5; not (A) B, (A) or B, nor (A) 5, (B) 6
 _OPTION = re.compile(r"[(\[]? ?([A-E]) ?[)\].:]+ (?! *,|(?:.*\W)?[A-E](?:\W*$|[).:\]]))(.+)")
 _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; nothing that may change the number
     (?! All[ ] | .*[ ][-/][ ] | .*n't[ ] | .*(?<![\w'])(?: not | minus | negative | than(?=[ ]-?\d) | most | least
