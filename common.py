@@ -2521,7 +2521,7 @@ _PHRASE = re.compile(r"""
     """, re.X | re.I | re.M)
 _UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*([A-Z].*\d.*)", re.M)
 _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\|\w+\|>"
-                    r"|</answer>.*|\.?\s?I hope (?:it|this) is correct.*")  # **18**</s>, 18</answer>; not x**2
+                    r"|\.?\s?I hope (?:it|this) is correct.*")  # **18**</s>; not x**2
 
 
 def extract_answer(text, closed_only: bool = False) -> str | None:
@@ -2544,6 +2544,8 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
         if not marked:
             break
         end, answer = max(marked)
+        if end in headings and "<answer>" not in answer:  # a heading within a tag: "#### 18</answer>"
+            answer = answer.partition("</answer>")[0]
         # A sentence after "Answer:" or "A:" may only begin the reasoning; one in a tag, in a box or after "#" does not.
         if "#" not in headings.get(end, "#") and re.match(r"[A-Z][\w']*,? [a-z]", answer):
             after = text[end:]

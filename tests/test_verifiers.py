@@ -58,6 +58,7 @@ from common import extract_answer, format_reward, is_equivalent
     ("The answer is given by 5.", "5"), ("The answer will be 18.", "18"), ("The answer is just 6.", "6"),
     ("### Final Answer\n\nShe makes **$18** a day.", "She makes $18 a day."),
     ("# Answer\n\nNobody knows.", None), ("<answer>9*2=18\n#### 18</answer>", "18"), ("A: 18</answer> So", "18"),
+    ("<answer>18</answer>(</answer>", "18</answer>("),  # which equals no number
     ("<answer>\nAnswer: 18</answer>", "18"), ("Answer: <answer>18</answer>", "18"),
     ("$x=\\boxed{1}$ and $x=\\boxed{-2}$", "1, -2"), ("$x=\\boxed{2}, y=\\boxed{3}$", "3"),
     ("**Answer:** \\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}")])
