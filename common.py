@@ -104,9 +104,9 @@ class RunConfig:
     model: str = flag("tiny", "tiny (built in), a directory, or a hub id")
     data: str = flag("arithmetic", "arithmetic[:DIGITS] (built in), FILE.jsonl[.gz], or a hub id[:CONFIG[:SPLIT]]")
     eval_data: str = flag("", "held-out data, in the same forms; arithmetic brings its own")
-    system_prompt: str = flag("", "system message (without a chat template: text before the prompt), unless the "
-                                  "data has one; none: add none; empty: one that asks for <think> and <answer>, but "
-                                  "none for preferences or before a string without a template")
+    system_prompt: str = flag("", "system message for prompts without one (without a chat template: text before the "
+                                  "prompt). none: no such message. Empty: one that asks for <think> and <answer>, but "
+                                  "none for preferences or for a string without a template")
     max_prompt_tokens: int = flag(1024, "longer prompts are left out, and the script says how many")
     trust_remote_code: bool = flag(False, "run model code that comes with the checkpoint")
     output_dir: str = flag("", "metrics.jsonl, model/, checkpoint/ and the rest go here; empty: runs/SCRIPT")
@@ -737,7 +737,7 @@ def read_rows(data: str, split: str) -> list[tuple[dict, str]]:
         return read_json_lines(data)
     else:
         name, config, own_split = (data.split(":") + [None, None])[:3]
-        with one_line_errors(f"{data}: no such file, and no dataset that loads; datasets need pip install datasets"):
+        with one_line_errors(f"{data}: no such file, and no hub dataset that loads (those need pip install datasets)"):
             import datasets
             rows = list(datasets.load_dataset(name, config, split=own_split or ("test" if split == "eval" else split)))
     return [(row, f"{data} row {i}") for i, row in enumerate(rows, 1)]
@@ -747,7 +747,7 @@ def read_json_lines(path: str) -> list[tuple[dict, str]]:
     """(row, place) of a file with one JSON object a line, gzipped or not. Empty lines are skipped."""
     rows = []
     open_file = gzip.open if path.endswith(".gz") else open
-    with one_line_errors(f"{path}: cannot be read"), open_file(path, "rt", encoding="utf-8-sig") as lines:
+    with one_line_errors(f"{path}: cannot be read as JSON lines"), open_file(path, "rt", encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -2169,7 +2169,8 @@ class Run:
             raise UserError(f"--output_dir {directory}: {existing} is a file or write-protected")
         held = [name for name in self.WRITES if (directory / name).exists()]
         if held and not isinstance(flags, dict):
-            raise UserError(f"--output_dir {directory}: holds {held[0]}, but no run that could have written it")
+            raise UserError(f"--output_dir {directory}: holds {held[0]}, but no run that could have written it; "
+                            "choose another --output_dir")
         if cfg.resume:
             if not self.checkpoints():
                 raise UserError(f"--resume: no checkpoint in {directory / 'checkpoint'}")

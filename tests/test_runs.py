@@ -102,7 +102,7 @@ def test_bad_rows(fails, tmp_path, content, message):
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--data", "nowhere.jsonl"], "nowhere.jsonl: cannot be read (No such file"),
+    (["--data", "nowhere.jsonl"], "nowhere.jsonl: cannot be read as JSON lines (No such file"),
     (["--data", "arithmetic:x"], "arithmetic:DIGITS"),
     (["--data", "someone/dataset"], "pip install datasets"),
     (["--max_prompt_tokens", 2], "no rows left"),
@@ -127,7 +127,7 @@ def test_bad_rows(fails, tmp_path, content, message):
     (["--resume"], "--resume: no checkpoint in"),
     (["--log_to", "wandb"], "pip install wandb"), (["--log_to", "paper"], "--log_to"),
     (["nowhere.yaml"], "nowhere.yaml: "),
-    (["--data=nowhere.json"], ": nowhere.json: cannot be read (No such file"),
+    (["--data=nowhere.json"], ": nowhere.json: cannot be read as JSON lines (No such file"),
     (["--system_prompt"], "--system_prompt: expected one argument")])
 def test_bad_flags(fails, flags, message):
     assert message in fails(*flags)
