@@ -2072,12 +2072,12 @@ def say(message: str) -> None:
 
 
 def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
-    """Say so when all advantages of a step are 0, and what to try: it is no bug, but the step teaches nothing."""
+    """Say so when all advantages of a step are 0, and what to try: it is no bug, but its rewards teach nothing."""
     if not advantages.any():
-        say(f"step {step}: all advantages are 0, so it teaches nothing: rewards are equal within every group (in DAPO, "
-            "no group is both right and wrong). If this goes on: easier or harder problems, a larger --group_size, a "
-            "higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin with (in DAPO with "
-            "--no_dynamic_sampling)")
+        say(f"step {step}: all advantages are 0, so its rewards teach nothing: they are equal within every group (in "
+            "DAPO, no group is both right and wrong). If this goes on: easier or harder problems, a larger "
+            "--group_size, a higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin with (in "
+            "DAPO with --no_dynamic_sampling)")
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,8 @@ as in grpo.py, a rollout gets a single update, which clips nothing; the paper ma
 Without flags, the script teaches the built-in tiny model to add, on a CPU, in about a minute. README.md shows how to
 train real models on your own data, on one GPU or many.
 
+Symbols: π is the policy, π_old the one that sampled, π_ref the one before training; o_i is a completion, |o_i| its
+number of tokens, R_i its reward.
 Shapes: P prompts, G completions per prompt, N = P·G; T tokens per completion, padded; B rows in a micro-batch.
 """
 import math
@@ -159,7 +161,7 @@ def main(cfg: Config) -> None:
             drawn, groups = dynamic_sampling(roll_out, cfg.prompts_per_step, cfg.max_generation_batches)
         else:
             drawn, groups = [roll_out(cfg.prompts_per_step)], torch.arange(cfg.prompts_per_step)
-        batch, rollout, rewards, correct = common.join_drawn(drawn, tokenizer.pad_token_id)
+        batch, rollout, rewards, correct = common.join_drawn(drawn, tokenizer.pad_token_id)  # P counts all drawn now
         del drawn  # join_drawn has copied it
         kept = int(informative_groups(correct).sum())
         if len(groups) < cfg.prompts_per_step:
@@ -183,13 +185,12 @@ def main(cfg: Config) -> None:
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
 
-        for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):
-            weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T]; only the minibatch's rows are read
+        for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):  # the tuple, μ times
             if cfg.loss_average == "token":
-                weights[minibatch] = token_weights(loss_mask[minibatch], int(loss_mask[minibatch].sum()))
-            else:  # the whole step's weights, since minibatches may split a group, scaled up to this minibatch
-                unit_of = order // cfg.group_size if cfg.loss_average == "prompt" else order
-                weights[order] = unit_token_weights(loss_mask[order], unit_of) * len(order) / len(minibatch)
+                weights = token_weights(loss_mask, int(loss_mask[minibatch].sum()))  # [N, T]; only its rows are read
+            else:  # weights of the whole step, since minibatches may split a group, scaled up to this minibatch
+                unit_of = torch.arange(len(loss_mask)) // (cfg.group_size if cfg.loss_average == "prompt" else 1)
+                weights = unit_token_weights(loss_mask, unit_of) * len(loss_mask) / len(minibatch)
             total_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):
                 logprobs, entropy = token_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [B, T]

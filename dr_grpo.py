@@ -9,6 +9,8 @@ There is no critic: a completion is judged against the other completions of its 
 Without flags, the script teaches the built-in tiny model to add, on a CPU, in about a minute. README.md shows how to
 train real models on your own data, on one GPU or many.
 
+Symbols: π is the policy, π_old the one that sampled, π_ref the one before training; o_i is a completion, |o_i| its
+number of tokens, R_i its reward.
 Shapes: P prompts, G completions per prompt, N = P·G; T tokens per completion, padded; B rows in a micro-batch.
 """
 from dataclasses import dataclass
@@ -110,9 +112,8 @@ def main(cfg: Config) -> None:
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
 
-        for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):
-            weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T]; only the minibatch's rows are read
-            weights[minibatch] = token_weights(rollout.mask[minibatch], len(minibatch), cfg.max_new_tokens)
+        for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):  # the tuple, μ times
+            weights = token_weights(rollout.mask, len(minibatch), cfg.max_new_tokens)  # [N, T]; only its rows are read
             total_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):
                 logprobs, entropy = token_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [B, T]

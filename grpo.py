@@ -9,6 +9,8 @@ There is no critic: a completion is judged against the other completions of its 
 Without flags, the script teaches the built-in tiny model to add, on a CPU, in about a minute. README.md shows how to
 train real models on your own data, on one GPU or many.
 
+Symbols: π is the policy, π_old the one that sampled, π_ref the one before training; o_i is a completion, |o_i| its
+number of tokens, R_i its reward.
 Shapes: P prompts, G completions per prompt, N = P·G; T tokens per completion, padded; B rows in a micro-batch.
 """
 from dataclasses import dataclass
@@ -77,7 +79,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, weights, clip_ep
     stats = {"clip_fraction": common.masked_mean((clipped < unclipped).float(), active)}
     if kl_coef > 0:  # otherwise ref_logprobs may be None
         log_ref_ratio = (ref_logprobs.detach() - logprobs).where(active, 0.0).clamp(max=20)  # log(π_ref/π)
-        kl = log_ref_ratio.exp() - log_ref_ratio - 1  # k3: an unbiased estimate of KL(π‖π_ref) that is never negative
+        kl = log_ref_ratio.exp() - log_ref_ratio - 1  # k3: never negative; its mean over samples of π is KL(π‖π_ref)
         loss = loss + kl_coef * (weights * kl).sum()
         stats["kl"] = common.masked_mean(kl, active)
     return loss, stats
@@ -120,9 +122,8 @@ def main(cfg: Config) -> None:
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
         ref_logprobs = common.rollout_logprobs(reference, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)
 
-        for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):
-            weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T]; only the minibatch's rows are read
-            weights[minibatch] = token_weights(rollout.mask[minibatch], len(minibatch))
+        for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):  # the tuple, μ times
+            weights = token_weights(rollout.mask, len(minibatch))  # [N, T]; only its rows are read
             total_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):
                 logprobs, entropy = token_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [B, T]

@@ -14,6 +14,8 @@ Without flags, the script teaches the built-in tiny model to add, on a CPU, in a
 train real models on your own data, on one GPU or many.
 With --reward runs/reward_model/model, the scores come from the model that reward_model.py has saved.
 
+Symbols: π is the policy, π_old the one that sampled, π_ref the one before training; o_i is a completion, |o_i| its
+number of tokens, R_i its reward.
 Shapes: N prompts with one completion each; T tokens per completion, padded; B rows in a micro-batch.
 """
 import dataclasses
@@ -245,9 +247,8 @@ def main(cfg: Config) -> None:
             advantages[minibatch] = whiten(advantages[minibatch], rollout.mask[minibatch])
 
         # 4. Update. Weights are relative to the whole minibatch, so the gradients of its micro-batches just add up.
-        for minibatch in minibatches * cfg.updates_per_batch:
-            weights = torch.zeros(rollout.mask.shape, device=run.device)  # [N, T]; only the minibatch's rows are read
-            weights[minibatch] = token_weights(rollout.mask[minibatch], int(rollout.lengths[minibatch].sum()))
+        for minibatch in minibatches * cfg.updates_per_batch:  # the tuple, repeated
+            weights = token_weights(rollout.mask, int(rollout.mask[minibatch].sum()))  # [N, T]; only its rows are read
             total_loss = torch.zeros((), device=run.device)
             total_value_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):

@@ -287,7 +287,7 @@ def test_without_an_informative_group_the_step_makes_no_update(tmp_path):
     done = run_script("dapo.py", "--steps", 2, "--prompts_per_step", 2, "--group_size", 2, "--eval_every", 100,
                       "--max_generation_batches", 2, "--reward", f"{tmp_path / 'reward.py'}:never", "--output_dir",
                       tmp_path / "run")
-    assert done.returncode == 0 and "0 of 4 groups" in done.stderr and "teaches nothing" in done.stderr, done.stderr
+    assert done.returncode == 0 and "0 of 4 groups" in done.stderr and "rewards teach nothing" in done.stderr, done.stderr
     samples = [json.loads(line) for line in open(tmp_path / "run" / "samples.jsonl")]
     assert len({sample["reward"] for sample in samples}) > 1 and all(sample["advantage"] == 0 for sample in samples)
     steps = read_metrics(tmp_path / "run")[1:]
@@ -316,8 +316,8 @@ def test_the_units_of_the_loss_average(average, size, tmp_path, monkeypatch):
     monkeypatch.setattr(dapo, "unit_token_weights", recorded)
     [step] = record_run(monkeypatch, "dapo.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 3,
                         "--group_size", 4, "--no_dynamic_sampling", "--loss_average", average)
-    [(mask, unit_of)], [rollout], [order] = units, step.rollouts, step.orders
-    assert torch.equal(mask, rollout.mask[order]) and torch.equal(unit_of, order // size)
+    [(mask, unit_of)], [rollout] = units, step.rollouts
+    assert torch.equal(mask, rollout.mask) and torch.equal(unit_of, torch.arange(len(mask)) // size)
 
 
 def test_dynamic_sampling_counts_the_share_over_all_that_was_drawn():
