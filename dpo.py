@@ -72,14 +72,12 @@ def answer_logprobs(model, preferences, tokenizer, cfg: Config, device) -> list[
 def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, device) -> dict[str, float]:
     """Greedy accuracy on the problems, and how often the implicit reward β·log(π/π_ref) orders a pair as it should."""
     metrics = common.evaluate(policy, tokenizer, problems, score, cfg)
-    differences = []
-    for preference, logprobs in zip(preferences, answer_logprobs(policy, preferences, tokenizer, cfg, device)):
-        rewards = logprobs - preference.ref_logprobs  # [K]; β would not change their order
-        better, worse = torch.tensor(preference.pairs).unbind(1)
-        differences.append(rewards[better] - rewards[worse])
-    if differences:
-        differences = torch.cat(differences)
-        # A tie counts one half: before the first update, policy and reference agree, and all pairs tie.
+    if preferences:
+        logprobs = answer_logprobs(policy, preferences, tokenizer, cfg, device)
+        rewards = [l - preference.ref_logprobs for l, preference in zip(logprobs, preferences)]  # [K] each; β is left out
+        pairs = [torch.tensor(preference.pairs).unbind(1) for preference in preferences]  # (better, worse) of each
+        differences = torch.cat([r[better] - r[worse] for r, (better, worse) in zip(rewards, pairs)])
+        # A tie is half right: before the first update, policy and reference agree, and all pairs tie.
         right = torch.heaviside(differences, differences.new_tensor(0.5))
         metrics["eval_pair_accuracy"] = right.mean().item()
     return metrics

@@ -96,18 +96,18 @@ def pad_unlike_eos(tokenizer) -> int:
     return tokenizer.pad_token_id
 
 
-def answer_scores(model, preferences, pad_id: int, cfg: Config, device) -> list[torch.Tensor]:
+def answer_scores(model, preferences, tokenizer, cfg: Config, device) -> list[torch.Tensor]:
     """Scores r(x, y) [K] of the K answers of each preference, without gradient."""
     def compute(batch, blocks):
         return common.all_scores(model, batch, blocks, cfg.micro_batch_tokens)
-    return common.of_each_preference(compute, preferences, pad_id, device)
+    return common.of_each_preference(compute, preferences, tokenizer.pad_token_id, device)
 
 
-def evaluate(model, preferences, pad_id: int, cfg: Config, device) -> dict[str, float]:
+def evaluate(model, preferences, tokenizer, cfg: Config, device) -> dict[str, float]:
     """Accuracy, margin and calibration over all pairs of the held-out rows."""
     if not preferences:
         return {}
-    scores = answer_scores(model, preferences, pad_id, cfg, device)
+    scores = answer_scores(model, preferences, tokenizer, cfg, device)
     pairs = [torch.tensor(preference.pairs).unbind(1) for preference in preferences]  # (better, worse) of each
     differences = torch.cat([s[better] - s[worse] for s, (better, worse) in zip(scores, pairs)])
     right = torch.heaviside(differences, differences.new_tensor(0.5))  # a tie is half right
@@ -125,18 +125,17 @@ def main(cfg: Config) -> None:
     optimizer, schedule = common.make_optimizer(model, cfg, betas=(0.9, 0.95))  # as in InstructGPT
     eval_preferences = common.encode_preferences(eval_preferences, tokenizer, cfg, "--eval_data")
     data = common.Shuffled(common.encode_preferences(preferences, tokenizer, cfg, "--data"), cfg.seed)
-    pad_id = tokenizer.pad_token_id
 
     run.start(data, model=(model, optimizer, schedule))
     if run.next_step == 0:  # step 0: evaluate before training
-        run.end_step(0, evaluate(model, eval_preferences, pad_id, cfg, run.device))
+        run.end_step(0, evaluate(model, eval_preferences, tokenizer, cfg, run.device))
 
     for step in run.steps():
         meter = common.Meter()
 
         # 1. The step's answers, a row each, and their pairs; blocks are the rows that answer one prompt.
         drawn = data.next(cfg.pairs_per_step)
-        batch, blocks, pairs = common.collate_preferences(drawn, pad_id, run.device)
+        batch, blocks, pairs = common.collate_preferences(drawn, tokenizer.pad_token_id, run.device)
         better, worse = pairs.unbind(1)  # row numbers
         margins = torch.tensor([preference.margin for preference in drawn for _ in preference.pairs], device=run.device)
 
@@ -161,12 +160,12 @@ def main(cfg: Config) -> None:
 
         # 4. Evaluate and save.
         if run.evaluates(step):
-            metrics |= evaluate(model, eval_preferences, pad_id, cfg, run.device)
+            metrics |= evaluate(model, eval_preferences, tokenizer, cfg, run.device)
         run.end_step(step, metrics)
 
     # Differences of scores mean something, their zero does not: put it at the mean chosen answer. The head has no bias
     # to hold that shift, so model/config.json keeps it, and --reward subtracts it.
-    best_scores = [scores[0] for scores in answer_scores(model, data.first(2000), pad_id, cfg, run.device)]
+    best_scores = [scores[0] for scores in answer_scores(model, data.first(2000), tokenizer, cfg, run.device)]
     model.config.reward_shift = torch.stack(best_scores).mean().item()
     model.config.pad_token_id = pad_unlike_eos(tokenizer)
     run.finish(model, tokenizer)
