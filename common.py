@@ -1238,11 +1238,11 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     batch, when rows leave it, or how many ranks there are.
     """
     device = model.device
-    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad_id = next((i for i in (tokenizer.pad_token_id, *eos_ids(model, tokenizer)) if i is not None), 0)
     temperature = 0 if greedy else temperature
     if hasattr(prompts, "keys"):  # a mapping, whose keys would be read as prompts
         raise ValueError("want strings or lists of token ids; of a tokenizer's output, pass the input_ids")
-    prompts = [prompts] if isinstance(prompts, str) else prompts
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     if all(isinstance(prompt, str) for prompt in prompts):
         prompts = encode(tokenizer, [(prompt, False) for prompt in prompts])
     else:
@@ -1687,9 +1687,10 @@ def completion_logprobs(model, input_ids, attention_mask, T, temperature, sliced
         head = model.get_output_embeddings().parameters()
         values = SlicedLogprobs.apply(model.config, targets, temperature, size, states, *head)
     else:
-        logp = (states.float() / temperature).log_softmax(-1)  # [n, V]
+        # [n, V]; some models mask logits: −∞ · 0 would make the entropies NaN
+        logp = (states.float() / temperature).clamp(min=-1e30).log_softmax(-1)
         values = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(1)  # entropy: −Σ p log p
-    empty = torch.zeros(len(input_ids), T, device=targets.device)
+    empty = torch.zeros(len(input_ids), T, dtype=torch.float32, device=targets.device)
     return tuple(empty.index_put((row, column), value) for value in values)
 
 
@@ -2589,13 +2590,15 @@ _DECIMAL = re.compile(r"-?\d*\.?\d+", re.ASCII)
 # A choice together with what it stands for: (D) 5, D. 5; not (A) B, (A) or B, nor (A) 5, (B) 6
 _OPTION = re.compile(r"[(\[]? ?([A-E]) ?[)\].:]+ (?! *,|(?:.*\W)?[A-E](?:\W*$|[).:\]]))(.+)")
 _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; nothing that may change the number
-    (?! All[ ] | .*[ ][-/][ ] | .*n't[ ] | .*(?<![\w'])(?: not | minus | negative | than(?=[ ]-?\d) | most | least
-        | half | hundred | dozen | pi | sqrt | log | mod | [b-zB-HJ-Z] )\b )
+    (?! All[ ] | .*[ ][-/][ ] | .*n't[ ] | .*(?<![\w'])(?: (?i: not | never | cannot | hardly | doubt | nobody | but )
+        | minus | negative | than(?=[ ]-?\d) | most | least | half | hundred | dozen | pi | sqrt | log | mod
+        | [b-zB-HJ-Z] )\b )
     (?: (?:So|Thus|Hence|Therefore|In[ ]total|Together|Altogether),?[ ] )?
     (?: (?:[A-Z][\w'.-]*|the)[ ]?,?[ ] )+ [a-z']+[ ]?,?[ ] (?: [\w ',.;:/$-] | (?<=[a-z]{2})\^ )*
     """, re.X)
 # The area is 12\pi
-_STATEMENT = re.compile(r"(?!(?:.* (?:is|are|equals) ){2})[A-Z][^=]* (?:is|are|equals) (?!not )(.+)")
+_STATEMENT = re.compile(r"(?!(?:.* (?:is|are|equals) ){2}|.*\b(?:not|never|hardly|doubt)\b)"
+                        "[A-Z][^=]* (?:is|are|equals) (.+)")
 _NUMBER = re.compile(r"(?<![\w.^/:])-?\d+(?:\.\d+)?(?:/\d+)?(?![\w:^]|\.\d|/[^a-z])")
 
 
@@ -2827,7 +2830,7 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
 # them, as in "5 miles per hour" and "9.8 m s^{-2}". For "4210_5" it is the base, which the question names.
 _UNIT = re.compile(r"""
     (?<=[\d)}\]\s]) \s* \(? ( mod\d+ | (?:
-        (?! (?: sin | cos | tan | log | exp | sqrt ) (?![a-z]) ) (?: (?: / | (?<=\s) a[ ] )?
+        (?! (?: sin | cos | tan | log | exp | sqrt | squared | cubed ) (?![a-z]) ) (?: (?: / | (?<=\s) a[ ] )?
             (?: [A-Za-z]{4,} | (?<=[\s/]) (?:day|hr|wk|lb|kg) ) | (?<=[\s(]) [A-Za-z]{3} )
         | [ckm]?m | [km]?g | gm | m?[lL] | ft | in | mi | yd | (?: lb | hr | min | sec | yr | wk | qt | pt )s?
         | oz | mph | USD | of | [APap]\.?[Mm]

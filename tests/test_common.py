@@ -135,6 +135,21 @@ def test_full_logits_in_bfloat16_give_float32():
     torch.testing.assert_close(logprobs[0], logp.gather(1, ids[0, 2:, None])[:, 0])
 
 
+@pytest.mark.parametrize("ban", [-math.inf, torch.finfo(torch.float32).min])  # the latter divided by 0.7 is −∞ too
+def test_a_model_that_bans_tokens_has_finite_entropies(ban):
+    """As Chameleon bans its image tokens. A banned token adds p log p = 0 to the entropy."""
+    model, _ = random_model("Qwen2")
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: logits.index_fill(-1, torch.arange(10), ban))
+    ids = torch.tensor([[15, 16, 17, 18]])
+    with pytest.warns(UserWarning, match="not a plain head"):
+        logprobs, entropy = common.token_logprobs(model, ids, torch.ones_like(ids), 2, 0.7)
+    logp = (model(ids).logits[0, 1:3, 10:] / 0.7).log_softmax(-1)
+    torch.testing.assert_close(entropy[0], -(logp.exp() * logp).sum(-1))
+    torch.testing.assert_close(logprobs[0], logp.gather(1, ids[0, 2:, None] - 10)[:, 0])
+    logprobs.sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
 @pytest.mark.parametrize("architecture", ["Qwen2", "Gemma2", "Phi", "Cohere"])  # plain, capped, biased, scaled
 def test_slices_of_the_vocabulary_give_the_values_and_gradients_of_plain_operations(architecture, monkeypatch):
     model, tokenizer = random_model(architecture)
@@ -762,6 +777,8 @@ def test_the_rollouts_parts_agree():
     assert torch.equal(by_ids.input_ids, common.sample(model, tokenizer, PROMPTS, 1, 5, greedy=True).input_ids)
     alone, in_a_list = (common.sample(model, tokenizer, p, 1, 5, greedy=True) for p in (PROMPTS[0], PROMPTS[:1]))
     assert torch.equal(alone.input_ids, in_a_list.input_ids)  # a string is one prompt, not a list of letters
+    from_an_iterator = common.sample(model, tokenizer, iter(PROMPTS), 1, 5, greedy=True)
+    assert torch.equal(from_an_iterator.input_ids, by_ids.input_ids)
 
 
 def test_what_is_sampled_does_not_depend_on_how_many_rows_fit(monkeypatch):

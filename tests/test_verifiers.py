@@ -263,6 +263,7 @@ def test_the_same_answer_written_another_way(a, b):
     ("1 \\text{ for all } x, 2", "1"), ("\\text{for all } x", "\\text{for all } y"),
     ("\\text{ratio: } 3:2", "2"), ("\\text{Area: } 12", "21"), ("5 mi", "5 min"), ("5 mi", "5 minutes"),
     ("The remainder is x - 3", "3"), ("The area is 16 pi square feet", "16"), ("It is not 18", "18"),
+    ("It is never 18", "18"), ("I do not think it is 18", "18"), ("18 squared", "18"),
     ("The value is minus 5", "5"), ("The value is 5 sqrt x", "5"), ("The value is 5!", "5"),
     ("The total is 3 / x", "3"), ("The roots are 5 and x", "5"), ("The total is 5 hundred", "5"),
     ("There are less than 18", "18"), ("The value of x is not 5", "5"), ("The area is 12\\pi", "12"),
