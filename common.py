@@ -24,7 +24,6 @@ import collections
 import contextlib
 import copy
 import ctypes
-import dataclasses
 import datetime
 import difflib
 import fcntl
@@ -49,14 +48,13 @@ import sys
 import textwrap
 import time
 import traceback
-import typing
 import unicodedata
 import warnings
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 import huggingface_hub
 import numpy as np
@@ -95,7 +93,7 @@ class TrainingFailed(UserError):
 
 def flag(default, help: str):
     """A dataclass field that HfArgumentParser turns into `--name`, with its help text."""
-    return dataclasses.field(default=default, metadata={"help": help})
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass
@@ -143,14 +141,14 @@ def parse_config(Config, args: list[str]):
             import yaml
             read = json.loads if args[0].endswith(".json") else yaml.safe_load
             settings = read(Path(args[0]).read_bytes())
-            args = [f"--{name}" if value is True and str(name).startswith("no_") else f"--{name}={value}"
-                    for name, value in settings.items() if value is not None] + args[1:]
+            args = [f"--{name}" if value is True and str(name).startswith("no_")  # such a flag takes no value
+                    else f"--{name}={value}" for name, value in settings.items() if value is not None] + args[1:]
     try:
         cfg, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
     except argparse.ArgumentError as error:  # its argument_name: --save_every/--save-every
         raise UserError(f"{error.argument_name.split('/')[0]}: {error.message}") from None
     if unknown:
-        names = [field.name for field in dataclasses.fields(Config)]
+        names = [setting.name for setting in fields(Config)]
         nearest = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), names, n=1)
         advice = f", did you mean --{nearest[0]}?" if nearest else "; see --help"
         raise UserError(f"unknown flag {unknown[0]}{advice}")
@@ -159,15 +157,14 @@ def parse_config(Config, args: list[str]):
 
 def check_config(cfg) -> None:
     """Raise UserError for impossible values, whether they come from flags or from Python."""
-    for field in dataclasses.fields(cfg):
-        name, value = field.name, getattr(cfg, field.name)
-        if typing.get_origin(field.type) is Literal and value not in typing.get_args(field.type):
-            raise UserError(f"--{name} {value}: must be one of {', '.join(typing.get_args(field.type))}")
-        kinds = (int, float) if field.type is float else field.type
-        if field.type in (bool, int, float, str) and not isinstance(value, kinds):  # from Python
-            raise UserError(f"--{name} {value!r}: must be of type {field.type.__name__}")
-        low, high = LIMITS.get(name, (1 if field.type is int else 0, LARGEST))
-        if field.type in (int, float) and not low <= value <= high:  # NaN fails this too
+    for name, kind, value in [(setting.name, setting.type, getattr(cfg, setting.name)) for setting in fields(cfg)]:
+        if get_origin(kind) is Literal:
+            if value not in get_args(kind):
+                raise UserError(f"--{name} {value}: must be one of {', '.join(get_args(kind))}")
+        elif not isinstance(value, (int, float) if kind is float else kind):  # possible from Python alone
+            raise UserError(f"--{name} {value!r}: must be of type {kind.__name__}")
+        low, high = LIMITS.get(name, (1 if kind is int else 0, LARGEST))
+        if kind in (int, float) and not low <= value <= high:  # NaN fails this too
             wanted = f"between {low} and {high}" if high < 10 ** 6 or value > high else f"at least {low}"
             raise UserError(f"--{name} {value}: must be {wanted}")
     if getattr(cfg, "minibatches", 1) > getattr(cfg, "prompts_per_step", 1) * getattr(cfg, "group_size", 1):
