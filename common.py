@@ -908,23 +908,21 @@ def turn_end(tokenizer) -> int:
     return answer_form(tokenizer)[2]
 
 
-def encode_answers(tokenizer, rendered: list[tuple[str, bool]], prompts: list[list[int]], answers: list[str],
-                   lead: str) -> list[list[int]]:
-    """Token ids of answers as they follow their prompts, which are given as rendered and as token ids.
+def encode_answers(tokenizer, given: list[tuple[tuple[str, bool], list[int], str]], lead: str) -> list[list[int]]:
+    """Token ids of answers as they follow their prompts. given: each prompt as rendered, its token ids, the answer.
 
     lead: what a template puts before an answer (`answer_form`). An answer with a thought of its own gets no empty one.
-
     Each is read together with its prompt, since SentencePiece tokenizers put a space before a text that is read alone.
     Only where the two merge at the seam, so that the prompt gets other tokens, is the answer read alone.
     """
-    def with_lead(answer):
-        answer = answer.lstrip()
-        return answer if answer.startswith("<think>") and "<think>" in lead else lead + answer
-    answers = [with_lead(answer) if templated else answer for (_, templated), answer in zip(rendered, answers)]
-    whole = encode(tokenizer, [(text + answer, templated) for (text, templated), answer in zip(rendered, answers)])
+    answers = []
+    for (_, templated), _, answer in given:
+        has_thought = answer.lstrip().startswith("<think>") and "<think>" in lead
+        answers.append(("" if has_thought else lead) + answer.lstrip() if templated else answer)
+    whole = encode(tokenizer, [(text + answer, templated) for ((text, templated), *_), answer in zip(given, answers)])
     return [ids[len(prompt):] if ids[:len(prompt)] == prompt
             else tokenizer(answer, add_special_tokens=False)["input_ids"]
-            for ids, prompt, answer in zip(whole, prompts, answers)]
+            for ids, (_, prompt, _), answer in zip(whole, given, answers)]
 
 
 def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT,
@@ -947,13 +945,13 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
         elif text.rstrip().endswith("<think>"):  # as reasoning models' templates do
             problem.opening = "<think>"
     limit = min(cfg.max_prompt_tokens, tokenizer.model_max_length - getattr(cfg, "max_new_tokens", 1))
-    limited_by = "(--max_prompt_tokens, or what the context leaves beside completions)"
     kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= limit]
+    unfit = (f"are empty or longer than {limit} tokens (--max_prompt_tokens, or what the context leaves beside "
+             "completions)")
     if problems and not kept:
-        raise UserError(f"{what}: no rows left: all prompts are empty or longer than {limit} tokens {limited_by}")
+        raise UserError(f"{what}: no rows left: all prompts {unfit}")
     if len(kept) < len(problems):
-        say(f"{what}: left out {len(problems) - len(kept)} of {len(problems)} prompts that are empty or longer than "
-            f"{limit} tokens {limited_by}")
+        say(f"{what}: left out {len(problems) - len(kept)} of {len(problems)} prompts that {unfit}")
     return kept
 
 
@@ -1097,18 +1095,15 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
     endings = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens([end, tokenizer.eos_token_id])))
     endings = rf"(({endings})\s*)+$"  # some data has them already
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="", surplus=surplus)
-    rendered = [preference.rendered for preference in kept for _ in preference.answers]
-    prompts = [preference.prompt_ids for preference in kept for _ in preference.answers]
-    answers = [re.sub(endings, "", answer) for preference in kept for answer in preference.answers]
-    ids = iter(encode_answers(tokenizer, rendered, prompts, answers, lead))
-    cut = 0
+    given = [(p.rendered, p.prompt_ids, re.sub(endings, "", answer)) for p in kept for answer in p.answers]
+    encoded, cut = iter(encode_answers(tokenizer, given, lead)), 0
     for preference in kept:
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
-        whole = [next(ids) + [end] for _ in preference.answers]
+        whole = [next(encoded) + [end] for _ in preference.answers]
         preference.answer_ids = [answer[:room] for answer in whole]
         cut += sum(len(answer) > room for answer in whole)
     if cut:
-        say(f"{what}: cut {cut} of {len(answers)} answers, at --max_completion_tokens or where the context ends")
+        say(f"{what}: cut {cut} of {len(given)} answers, at --max_completion_tokens or where the context ends")
     return kept
 
 
@@ -1977,14 +1972,14 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     surplus, lead, end = answer_form(tokenizer)
     rendered = [render_prompt(row_prompt(problem.row), tokenizer, system_prompt, surplus=surplus)
                 for problem in problems]
-    rows = [row for row in zip(problems, rendered, encode(tokenizer, rendered))
-            for _ in range(len(rollout.completions) // len(problems))]  # [N]
-    problems, rendered, prompts = zip(*rows)
-    answers = [problem.opening + completion for problem, completion in zip(problems, rollout.completions)]
-    texts = encode_answers(tokenizer, rendered, prompts, answers, lead)
-    completions = [prompt[-1:] + text + [end] * finished
-                   for prompt, text, finished in zip(prompts, texts, rollout.finished.tolist())]
-    return collate([prompt[:-1] for prompt in prompts], completions, tokenizer.pad_token_id, rollout.mask.device)
+    G, completions = len(rollout.completions) // len(problems), iter(rollout.completions)
+    given = [(text, ids, problem.opening + next(completions))
+             for problem, text, ids in zip(problems, rendered, encode(tokenizer, rendered)) for _ in range(G)]  # [N]
+    answers = [answer + [end] * ended
+               for answer, ended in zip(encode_answers(tokenizer, given, lead), rollout.finished.tolist())]
+    prompts = [ids for _, ids, _ in given]
+    return collate([ids[:-1] for ids in prompts], [ids[-1:] + answer for ids, answer in zip(prompts, answers)],
+                   tokenizer.pad_token_id, rollout.mask.device)
 
 
 def load_reward_function(spec: str):
