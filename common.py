@@ -1686,28 +1686,15 @@ def completion_logprobs(model, input_ids, attention_mask, T, temperature, sliced
     return tuple(empty.index_put((row, column), value) for value in values)
 
 
-def logits_gradient(logp, targets, entropy, temperature, grad, grad_entropy):
-    """The gradient [n, V] of the logits, from those of the log-probs and entropies, [n] or None. Overwrites `logp`.
-
-    ∂ log p_y / ∂ logit_v = (1[v = y] − p_v) / τ  and  ∂H / ∂ logit_v = −p_v (log p_v + H) / τ,  with the targets y, the
-    entropy H and the temperature τ. `logp`, log p_v, may be a slice of the vocabulary, and then lacks some targets.
-    """
-    grad = (torch.zeros_like(entropy) if grad is None else grad)[:, None] / temperature
-    probs, factor = logp.exp(), -grad
-    if grad_entropy is not None:
-        factor = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None] / temperature).sub_(grad)
-    column = targets.clamp(0, logp.shape[1] - 1)
-    return probs.mul_(factor).scatter_add_(1, column[:, None], grad * (column == targets)[:, None])
-
-
 class SlicedLogprobs(torch.autograd.Function):
-    """Log-probability of the targets [n], and entropy [n] of the distributions, from hidden states [n, H].
+    """Log-probability of the targets y [n], and entropy H [n] of the distributions, from hidden states [n, width].
 
     Of the logits `head_logits(config, hidden, *weights)`, [n, V], only `size` columns exist at a time.
 
     With z_v = logit_v / τ less the row's maximum,  log p_v = z_v − log Σ exp z  and  H = log Σ exp z − Σ p z. For each
     slice the forward pass keeps Σ exp z and Σ z exp z, with z less the slice's own maximum; in the end it shifts them
-    to the maximum of the whole row (as in arXiv:1805.02867). The backward pass computes the logits again.
+    to the maximum of the whole row (as in arXiv:1805.02867). The backward pass computes the logits again, and then
+    ∂ log p_y / ∂ logit_v = (1[v = y] − p_v) / τ  and  ∂H / ∂ logit_v = −p_v (log p_v + H) / τ.
     """
 
     @staticmethod
@@ -1734,11 +1721,12 @@ class SlicedLogprobs(torch.autograd.Function):
         return of_target - total.log(), entropy
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx, grad, grad_entropy):
         if torch.is_grad_enabled():  # create_graph=True
             raise RuntimeError("token_logprobs has no second derivative")
         config, temperature, size = ctx.arguments
         targets, top, log_total, entropy, hidden, *weights = ctx.saved_tensors
+        grad = (torch.zeros_like(entropy) if grad is None else grad)[:, None] / temperature
         hidden = hidden.detach().float().requires_grad_()  # float32, since its gradient is a sum over the slices
         grad_weights = [torch.empty_like(w) for w in weights]
         for start in range(0, len(weights[0]), size):
@@ -1746,7 +1734,12 @@ class SlicedLogprobs(torch.autograd.Function):
             with torch.enable_grad():
                 logits = head_logits(config, hidden, *part)
             logp = torch.add(-top, logits.detach(), alpha=1 / temperature).sub_(log_total[:, None])
-            logits.backward(logits_gradient(logp, targets - start, entropy, temperature, *grads))
+            probs, factor = logp.exp(), -grad
+            if grad_entropy is not None:
+                factor = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None] / temperature).sub_(grad)
+            column = (targets - start).clamp(0, logp.shape[1] - 1)  # of the target, if it is in this slice
+            in_slice = column == targets - start
+            logits.backward(probs.mul_(factor).scatter_add_(1, column[:, None], grad * in_slice[:, None]))
             for whole, w in zip(grad_weights, part):
                 whole[start:start + size] = w.grad
         return None, None, None, None, hidden.grad, *grad_weights
@@ -1898,14 +1891,12 @@ def load_reward(cfg, wrong: float = 0.0):
     def judge(problem: Problem, completion: str, model_score: float | None) -> tuple[float, bool]:
         if function:
             verdict = function(problem, completion)
-        elif model_score is not None and problem.answer is None:
+        elif model_scores and problem.answer is None:
             verdict = model_score
         else:
-            answer = extract_answer(completion, closed_only=True)
-            verdict = 1.0 if is_equivalent(answer, problem.answer) else wrong
-        reward = verdict if model_score is None else model_score
-        bonus = cfg.format_reward * format_reward(problem.opening + completion)
-        return reward + bonus, verdict > 0
+            verdict = 1.0 if is_equivalent(extract_answer(completion, closed_only=True), problem.answer) else wrong
+        reward = model_score if model_scores else verdict
+        return reward + cfg.format_reward * format_reward(problem.opening + completion), verdict > 0
 
     def score(problems: list[Problem], rollout: Rollout):
         G = len(rollout.completions) // len(problems)
@@ -2532,17 +2523,17 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     text, answer, after = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None, ""
     text = _MATRIX.sub(lambda matrix: matrix[0].replace("\n", " "), text)
     for _ in range(3):  # marks within marks
-        headings = {mark.end(1): mark[0] for mark in _HEADING.finditer(text)}
-        marked = [(mark.end(1), mark[1]) for kind in (_TAGGED, _HEADING) for mark in kind.finditer(text)]
-        marked += _in_boxes(text)
-        if not marked:
+        headings = {mark.end(1): mark for mark in _HEADING.finditer(text)}
+        others = [(mark.end(1), mark[1]) for mark in _TAGGED.finditer(text)] + _in_boxes(text)
+        if not headings and not others:
             break
-        end, answer = max(marked)
-        if end in headings and "<answer>" not in answer:  # a heading within a tag: "#### 18</answer>"
-            answer = answer.partition("</answer>")[0]
-        # A sentence after "Answer:" or "A:" may only begin the reasoning; one in a tag, in a box or after "#" does not.
-        if "#" not in headings.get(end, "#") and re.match(r"[A-Z][\w']*,? [a-z]", answer):
-            after = text[end:]
+        end, answer = max([(end, mark[1]) for end, mark in headings.items()] + others)
+        if heading := headings.get(end):
+            if "<answer>" not in answer:  # a heading within a tag: "#### 18</answer>"
+                answer = answer.partition("</answer>")[0]
+            # A sentence after "Answer:" or "A:" may only begin the reasoning; one after "#" does not.
+            if "#" not in heading[0] and re.match(r"[A-Z][\w']*,? [a-z]", answer):
+                after = text[end:]
         text = answer = answer.strip()
     if answer is None and "<answer>" in text and not closed_only:
         text = answer = text.rpartition("<answer>")[2].strip()
