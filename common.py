@@ -882,11 +882,11 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
 
 
 def answer_form(tokenizer) -> tuple[str, str, int]:
-    """How a chat template writes a given answer, where that differs from a prompt for a new one: (what such a prompt
-    ends with and a given answer lacks, as R1's <think>; what a given answer alone has in front, as Qwen3's empty
-    thought; the special token after it).
+    """How a chat template writes an answer that is given, beside its prompt for a new one -> (surplus, lead, end):
 
-    Some chat models have an EOS that ends documents and another token that ends turns, as Gemma's <end_of_turn>.
+    surplus   what the prompt ends with, but a given answer has not in front: R1's <think>
+    lead      what a given answer has in front, but the prompt does not end with: Qwen3's empty thought
+    end       the special token after the answer, which may be another than the EOS: Gemma's <end_of_turn>
     """
     question, answer = {"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good evening."}
     try:
@@ -899,8 +899,8 @@ def answer_form(tokenizer) -> tuple[str, str, int]:
     if question["content"] not in shared:  # they part before the answer: nothing to compare
         prompt = before = shared
     ids = tokenizer(after.strip(), add_special_tokens=False)["input_ids"]
-    ends = ids and ids[0] in tokenizer.added_tokens_decoder and tokenizer.added_tokens_decoder[ids[0]].special
-    return prompt[len(shared):], before[len(shared):], ids[0] if ends else tokenizer.eos_token_id
+    token = tokenizer.added_tokens_decoder.get(ids[0]) if ids else None
+    return prompt[len(shared):], before[len(shared):], ids[0] if token and token.special else tokenizer.eos_token_id
 
 
 def turn_end(tokenizer) -> int:
@@ -1761,15 +1761,16 @@ def head_is_sliceable(model) -> bool:
     try:
         ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
         with evaluating(model):
-            known["head_is_sliceable"] = call_gathered(compare, model, ids)
+            same = call_gathered(compare, model, ids)
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, TypeError, RuntimeError):  # no such head, or hidden states of another width
-        known["head_is_sliceable"] = False
-    if not known["head_is_sliceable"]:
+        same = False
+    if not same:
         warnings.warn(f"{type(model).__name__}: its logits are not a plain head on the last hidden states, so "
                       "log-probs hold all logits at once; lower --micro_batch_tokens if memory runs out")
-    return known["head_is_sliceable"]
+    known["head_is_sliceable"] = same
+    return same
 
 
 def token_values(model, input_ids, attention_mask, T: int):
@@ -2565,7 +2566,7 @@ def _in_boxes(text: str) -> list[tuple[int, str]]:
 def format_reward(text) -> float:
     """1 where the completion is one <think>…</think> and then one <answer>…</answer> and nothing else, else 0."""
     text = str(text).strip()
-    once = all(text.count(tag) == 1 for tag in TAGS)
+    once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
     return float(once and bool(re.fullmatch(r"<think>.*</think>\s*<answer>.*</answer>", text, re.S)))
 
 
