@@ -2017,7 +2017,7 @@ def load_reward_function(spec: str):
 
 @contextlib.contextmanager
 def ctrl_c_blocked():
-    """A program that starts here does not get the terminal's Ctrl-C: it inherits the blocked signal. Else a reward that
+    """A process that starts here does not get the terminal's Ctrl-C: it inherits the blocked signal. Else a reward that
     runs a completion in a process of its own would judge it wrong, and the step, which still ends, would learn that.
     """
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -2228,13 +2228,8 @@ class Run:
         """Let `note_signal` handle Ctrl-C and SIGTERM, until `close`."""
         signal.signal(signal.SIGINT, self.note_signal)
         signal.signal(signal.SIGTERM, self.note_signal)
-
-        # Processes that a reward function forks must not inherit these handlers: terminate() has to end them. Ctrl-C
-        # reaches every process of the terminal, and must not end them, because the run still finishes its step.
-        def in_child():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        os.register_at_fork(after_in_child=in_child)
+        # But terminate() has to end a process that a reward function forks. (Ctrl-C must not: `ctrl_c_blocked`.)
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
     def open_logger(self):
         """--log_to as a function log(metrics, step); it does nothing for none."""
