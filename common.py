@@ -2,13 +2,14 @@
 
     command line    flag, RunConfig, launch, UserError
     processes       setup_device, rank, world_size, sum_over_ranks, gather_in_order
-    models          load_tokenizer, load_model, shard, save_model; the built-in model and its problems
+    models          load_tokenizer, load_model, load_policy, shard, save_model
     data            read_problems, encode_prompts, Shuffled; read_preferences, collate_preferences
     sampling        sample -> Rollout
     log-probs       token_logprobs, token_values, micro_batches
     rewards         load_reward
     evaluation      evaluate
     the run         make_optimizer, Meter, Run (updates, metrics, checkpoints, signals)
+    built-in        the tiny model, its problems and its rankings
     verifiers       extract_answer, is_equivalent, format_reward: these stand alone
 
 Shapes:  P prompts, G completions of each, N = P·G rows, L padded prompt length, T padded completion length,
@@ -89,6 +90,27 @@ class UserError(Exception):
 class TrainingFailed(UserError):
     """The run cannot continue, and the command line is not to blame: exit code 1."""
     exit_code = 1
+
+
+@contextlib.contextmanager
+def one_line_errors(what: str, kind: type[UserError] = UserError):
+    """Turn any exception into a UserError, or one of this kind: libraries raise all sorts for a wrong name or file."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or textwrap.shorten(str(error), 200) or type(error).__name__
+        raise kind(f"{what} ({reason})") from error
+
+
+def innermost(error: BaseException) -> str:
+    """The first line of an error's root cause, for a message of one line."""
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__
+    if isinstance(error, dcp.api.CheckpointException):  # it holds an error of each rank that failed
+        return innermost(next(iter(error.failures.values()))[0])
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def flag(default, help: str):
@@ -172,6 +194,17 @@ def check_config(cfg) -> None:
     # Such a buffer would punish even an empty completion. The default may stay with a short --max_new_tokens.
     if hasattr(cfg, "overlong_buffer") and cfg.overlong_buffer > max(cfg.max_new_tokens, type(cfg).overlong_buffer):
         raise UserError(f"--overlong_buffer {cfg.overlong_buffer}: more than --max_new_tokens {cfg.max_new_tokens}")
+
+
+def warn_of_defaults(cfg) -> None:
+    """Say which flags of a real model's run still have a default that suits the tiny model."""
+    sizes = ["lr", "value_lr", "overlong_buffer"]
+    if getattr(cfg, "on_policy", True) or cfg.eval_problems or is_built_in(cfg.data):  # else dpo.py samples nothing
+        sizes.append("max_new_tokens")
+    defaults = [f"--{size} {value}" for size, value in vars(cfg).items()
+                if size in sizes and value == getattr(type(cfg), size, None)]
+    if defaults and cfg.model != "tiny":
+        say(f"{', '.join(defaults)}: these defaults suit the tiny model; README.md has a real model's")
 
 
 def launch(main, Config) -> None:
@@ -322,6 +355,12 @@ def on_main_rank(work):
     return result
 
 
+def say(message: str) -> None:
+    """Print a line on rank 0's stderr without breaking the progress bar."""
+    if rank() == 0:
+        tqdm.write(message, file=sys.stderr)
+
+
 # ------------------------------------------------------------------------------------------------------ models
 
 def load_tokenizer(name: str, trust_remote_code: bool = False):
@@ -342,18 +381,6 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-@contextlib.contextmanager
-def one_line_errors(what: str, kind: type[UserError] = UserError):
-    """Turn any exception into a UserError, or one of this kind: libraries raise all sorts for a wrong name or file."""
-    try:
-        yield
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        reason = getattr(error, "strerror", None) or textwrap.shorten(str(error), 200) or type(error).__name__
-        raise kind(f"{what} ({reason})") from error
 
 
 def load_model(name: str, device: torch.device, trainable: bool = True, cls=AutoModelForCausalLM,
@@ -446,17 +473,6 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
                     setattr(config, unused, None)
             config.validate(strict=True)  # now, and not when the trained model is saved
     return policy, tokenizer
-
-
-def warn_of_defaults(cfg) -> None:
-    """Say which flags of a real model's run still have a default that suits the tiny model."""
-    sizes = ["lr", "value_lr", "overlong_buffer"]
-    if getattr(cfg, "on_policy", True) or cfg.eval_problems or is_built_in(cfg.data):  # else dpo.py samples nothing
-        sizes.append("max_new_tokens")
-    defaults = [f"--{size} {value}" for size, value in vars(cfg).items()
-                if size in sizes and value == getattr(type(cfg), size, None)]
-    if defaults and cfg.model != "tiny":
-        say(f"{', '.join(defaults)}: these defaults suit the tiny model; README.md has a real model's")
 
 
 def context_length(model) -> float:
@@ -593,115 +609,12 @@ def write_directory(directory: Path, fill, replace: bool = True) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-# ---------------------------------------------------------------------------- the built-in model, and its problems
-
-TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
-TINY_CONTEXT = 1024
-TINY_VOCABULARY = ["<pad>", "<eos>", "<unk>", *TAGS, *"0123456789+-*=(),? "]
-
-
-def arithmetic_rows(digits: int, split: str) -> list[dict]:
-    """Additions of two numbers of `digits` digits, the same in every run: {"prompt": "12+34=?", "answer": "46"}.
-
-    Train and eval share no problem, where a+b and b+a count as one. Up to two digits they hold all problems there are;
-    from three digits on, 8,000 of them.
-    """
-    low, high = (10 ** (digits - 1) if digits > 1 else 0), 10 ** digits
-    draw = random.Random(digits)
-    if digits <= 2:
-        pairs = list(itertools.combinations_with_replacement(range(low, high), 2))
-        draw.shuffle(pairs)
+def remove(path: Path) -> None:
+    """Delete a file or directory, if it is there; of a link, not what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
     else:
-        drawn = (tuple(sorted((draw.randrange(low, high), draw.randrange(low, high)))) for _ in range(16_000))
-        pairs = list(dict.fromkeys(drawn))[:8_000]
-    held_out = min(200, len(pairs) // 5)
-    if split == "eval":
-        chosen = [pair if draw.random() < 0.5 else pair[::-1] for pair in pairs[:held_out]]
-    else:
-        chosen = list(dict.fromkeys(order for a, b in pairs[held_out:] for order in ((a, b), (b, a))))
-    return [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a, b in chosen]
-
-
-def worked_answer(prompt: str, draw: random.Random, carry_forgotten: float, answer_slipped: float) -> str:
-    """Column addition with mistakes: "57+68=?" -> "<think>7+8=15,5+6+1=12</think><answer>125</answer>"."""
-    a, b = prompt.removesuffix("=?").split("+")
-    columns, digits, carry = [], "", 0
-    for x, y in zip(reversed(a), reversed(b)):
-        if carry and draw.random() < carry_forgotten:
-            carry = 0
-        total = int(x) + int(y) + carry
-        columns.append(f"{x}+{y}={total}" if not columns else f"{x}+{y}+{carry}={total}")
-        digits, carry = f"{total % 10}{digits}", total // 10
-    answer = f"{carry or ''}{digits}"
-    if draw.random() < answer_slipped:
-        place = draw.randrange(len(answer))
-        wrong = draw.choice("0123456789".replace(answer[place], ""))
-        answer = answer[:place] + wrong + answer[place + 1:]
-    return f"<think>{','.join(columns)}</think><answer>{answer}</answer>"
-
-
-def tiny_tokenizer():
-    """One token per character, tag, pad and EOS."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TINY_VOCABULARY)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    backend.decoder = decoders.Fuse()
-    backend.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])  # or they would be split
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
-                                   clean_up_tokenization_spaces=False)
-
-
-def train_tiny_model(digits: int):
-    """A 0.6M-parameter Qwen2, trained on worked answers with mistakes in them: it knows the right way and wrong ones.
-
-    So reinforcement learning has something to choose from. About two in five sampled answers are right, and half of
-    the greedy ones.
-    """
-    tokenizer, draw, rows = tiny_tokenizer(), random.Random(0), arithmetic_rows(digits, "train")
-    steps, threads = 300, torch.get_num_threads()
-    torch.set_num_threads(1)  # how sums round depends on the number of threads; the weights must not
-    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state alone
-        torch.manual_seed(0)
-        model = Qwen2ForCausalLM(Qwen2Config(
-            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
-            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
-            max_position_embeddings=TINY_CONTEXT, pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id, bos_token_id=None))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0, fused=True)
-        schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 10, steps)
-        for _ in tqdm(range(steps), desc="building the tiny model (once)", leave=False, disable=None):
-            prompts = [row["prompt"] for row in draw.choices(rows, k=64)]
-            answers = [worked_answer(prompt, draw, carry_forgotten=0.6, answer_slipped=0.4) for prompt in prompts]
-            batch = tokenizer([prompt + answer + "<eos>" for prompt, answer in zip(prompts, answers)], padding=True,
-                              return_tensors="pt")
-            labels = batch.input_ids.where(batch.attention_mask.bool(), -100)
-            labels[:, :len(prompts[0])] = -100  # the prompts: one token a character, all equally long
-            model(input_ids=batch.input_ids, labels=labels).loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-    torch.set_num_threads(threads)
-    return model, tokenizer
-
-
-def build_tiny_model(data: str) -> str:
-    """The directory of the warm-started tiny model: trained on the first call (40 s of one core), then kept.
-
-    Its name holds a hash of everything that determines the weights, but for how the CPU rounds. If several processes
-    start at once, each may train a model; the first to finish is kept.
-    """
-    digits = arithmetic_digits(data) if is_built_in(data) else 2
-    parts = (arithmetic_rows, worked_answer, tiny_tokenizer, train_tiny_model)
-    recipe = [*map(inspect.getsource, parts), digits, TINY_VOCABULARY, TINY_CONTEXT, torch.__version__,
-              transformers.__version__]
-    directory = Path("runs") / f"tiny-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]}"
-
-    def fill(folder):
-        for part in train_tiny_model(digits):  # model, tokenizer
-            part.save_pretrained(folder)
-    on_main_rank(lambda: directory.exists() or write_directory(directory, fill, replace=False))
-    return str(directory)
+        path.unlink(missing_ok=True)
 
 
 # -------------------------------------------------------------------------------------------------------- data
@@ -1107,36 +1020,6 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
     return kept
 
 
-def build_tiny_preferences(data: str, split: str) -> Path:
-    """The built-in rankings, kept beside the tiny model: four of its samples a problem, right ones first.
-
-    The verifier stands in for the human or the language model who would judge. Problems whose samples are all right or
-    all wrong give no row.
-    """
-    tiny = build_tiny_model(data)
-    recipe = [inspect.getsource(part) for part in (build_tiny_preferences, sample, decode, pick_tokens)]
-    path = Path(f"{tiny}-ranked-{split}-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:6]}", "ranked.jsonl")
-    if from_main_rank(path.exists()):
-        return path
-    tokenizer, model = load_tokenizer(tiny), AutoModelForCausalLM.from_pretrained(tiny)
-    problems, completions, lines = read_problems(data, split)[:8000], [], []
-    say(f"sampling answers to {len(problems)} problems from the tiny model (once)")
-    prompts = [problem.prompt for problem in problems]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        for first in range(0, len(prompts), 1000):  # all at once would take 3 GB
-            completions += sample(model, tokenizer, prompts[first:first + 1000], 4, 60).completions
-    for problem, texts in zip(problems, np.reshape(completions, (-1, 4)).tolist()):
-        scores = {text: float(is_equivalent(extract_answer(text, closed_only=True), problem.answer)) for text in texts}
-        if len(set(scores.values())) == 2:
-            ranked = sorted(scores, key=scores.get, reverse=True)
-            lines.append(json.dumps({"prompt": problem.prompt, "responses": ranked,
-                                     "scores": [scores[text] for text in ranked], "answer": problem.answer}) + "\n")
-    on_main_rank(lambda: write_directory(
-        path.parent, lambda folder: (folder / path.name).write_text("".join(lines)), replace=False))
-    return path
-
-
 def collate_preferences(preferences: list[Preference], pad_id: int, device):
     """-> (batch, a row for each answer; blocks, the rows of each preference, best first; pairs of rows [pairs, 2])."""
     prompts = [p.prompt_ids for p in preferences for _ in p.answer_ids]
@@ -1180,21 +1063,6 @@ def eos_ids(model, tokenizer) -> list[int]:
     configured = getattr(model.generation_config, "eos_token_id", None)
     configured = configured if isinstance(configured, (list, tuple)) else [configured]
     return sorted({tokenizer.eos_token_id, *configured} - {None})
-
-
-def join_drawn(drawn, pad_id: int):
-    """[(problems, rollout, rewards, correct), ...] -> one of each, padded to the longest prompt and completion."""
-    problems, rollouts, rewards, correct = zip(*drawn)
-    widths = [(r.input_ids.shape[1] - r.mask.shape[1], r.mask.shape[1]) for r in rollouts]  # of prompts, completions
-    L, T = map(max, zip(*widths))
-
-    def join(tensors, value):  # [n, l+t] each -> [N, L+T]
-        return torch.cat([F.pad(x, (L - l, T - t), value=value) for x, (l, t) in zip(tensors, widths)])
-    attention_mask = join([r.attention_mask for r in rollouts], 0)
-    rollout = Rollout(
-        join([r.input_ids for r in rollouts], pad_id), attention_mask, attention_mask[:, L:].bool(),
-        sum((r.completions for r in rollouts), []), torch.cat([r.finished for r in rollouts]))
-    return sum(problems, []), rollout, torch.cat(rewards), torch.cat(correct)
 
 
 @contextlib.contextmanager
@@ -1535,6 +1403,21 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
     below = weights[torch.arange(n, device=block.device), block[:, 0]].cumsum(-1, dtype=torch.float64)  # [n, size]
     token = torch.searchsorted(below, place * below[:, -1:], right=True)
     return (block * size + token)[:, 0].clamp(max=V - 1)
+
+
+def join_drawn(drawn, pad_id: int):
+    """[(problems, rollout, rewards, correct), ...] -> one of each, padded to the longest prompt and completion."""
+    problems, rollouts, rewards, correct = zip(*drawn)
+    widths = [(r.input_ids.shape[1] - r.mask.shape[1], r.mask.shape[1]) for r in rollouts]  # of prompts, completions
+    L, T = map(max, zip(*widths))
+
+    def join(tensors, value):  # [n, l+t] each -> [N, L+T]
+        return torch.cat([F.pad(x, (L - l, T - t), value=value) for x, (l, t) in zip(tensors, widths)])
+    attention_mask = join([r.attention_mask for r in rollouts], 0)
+    rollout = Rollout(
+        join([r.input_ids for r in rollouts], pad_id), attention_mask, attention_mask[:, L:].bool(),
+        sum((r.completions for r in rollouts), []), torch.cat([r.finished for r in rollouts]))
+    return sum(problems, []), rollout, torch.cat(rewards), torch.cat(correct)
 
 
 # --------------------------------------------------------------------------------------------------- log-probs
@@ -2050,12 +1933,6 @@ def evaluate(policy, tokenizer, problems: list[Problem], score, cfg) -> dict[str
 
 # ----------------------------------------------------------------------------------------------------- the run
 
-def say(message: str) -> None:
-    """Print a line on rank 0's stderr without breaking the progress bar."""
-    if rank() == 0:
-        tqdm.write(message, file=sys.stderr)
-
-
 def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
     """Say so when all advantages of a step are 0, and what to try: it is no bug, but its rewards teach nothing."""
     if not advantages.any():
@@ -2436,21 +2313,145 @@ class Run:
             os.replace(temporary, path)
 
 
-def remove(path: Path) -> None:
-    """Delete a file or directory, if it is there; of a link, not what it points to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+# --------------------------------------------------------------- the built-in model, its problems and rankings
+
+TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+TINY_CONTEXT = 1024
+TINY_VOCABULARY = ["<pad>", "<eos>", "<unk>", *TAGS, *"0123456789+-*=(),? "]
+
+
+def arithmetic_rows(digits: int, split: str) -> list[dict]:
+    """Additions of two numbers of `digits` digits, the same in every run: {"prompt": "12+34=?", "answer": "46"}.
+
+    Train and eval share no problem, where a+b and b+a count as one. Up to two digits they hold all problems there are;
+    from three digits on, 8,000 of them.
+    """
+    low, high = (10 ** (digits - 1) if digits > 1 else 0), 10 ** digits
+    draw = random.Random(digits)
+    if digits <= 2:
+        pairs = list(itertools.combinations_with_replacement(range(low, high), 2))
+        draw.shuffle(pairs)
     else:
-        path.unlink(missing_ok=True)
+        drawn = (tuple(sorted((draw.randrange(low, high), draw.randrange(low, high)))) for _ in range(16_000))
+        pairs = list(dict.fromkeys(drawn))[:8_000]
+    held_out = min(200, len(pairs) // 5)
+    if split == "eval":
+        chosen = [pair if draw.random() < 0.5 else pair[::-1] for pair in pairs[:held_out]]
+    else:
+        chosen = list(dict.fromkeys(order for a, b in pairs[held_out:] for order in ((a, b), (b, a))))
+    return [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a, b in chosen]
 
 
-def innermost(error: BaseException) -> str:
-    """The first line of an error's root cause, for a message of one line."""
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__
-    if isinstance(error, dcp.api.CheckpointException):  # it holds an error of each rank that failed
-        return innermost(next(iter(error.failures.values()))[0])
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+def worked_answer(prompt: str, draw: random.Random, carry_forgotten: float, answer_slipped: float) -> str:
+    """Column addition with mistakes: "57+68=?" -> "<think>7+8=15,5+6+1=12</think><answer>125</answer>"."""
+    a, b = prompt.removesuffix("=?").split("+")
+    columns, digits, carry = [], "", 0
+    for x, y in zip(reversed(a), reversed(b)):
+        if carry and draw.random() < carry_forgotten:
+            carry = 0
+        total = int(x) + int(y) + carry
+        columns.append(f"{x}+{y}={total}" if not columns else f"{x}+{y}+{carry}={total}")
+        digits, carry = f"{total % 10}{digits}", total // 10
+    answer = f"{carry or ''}{digits}"
+    if draw.random() < answer_slipped:
+        place = draw.randrange(len(answer))
+        wrong = draw.choice("0123456789".replace(answer[place], ""))
+        answer = answer[:place] + wrong + answer[place + 1:]
+    return f"<think>{','.join(columns)}</think><answer>{answer}</answer>"
+
+
+def tiny_tokenizer():
+    """One token per character, tag, pad and EOS."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TINY_VOCABULARY)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])  # or they would be split
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+                                   clean_up_tokenization_spaces=False)
+
+
+def train_tiny_model(digits: int):
+    """A 0.6M-parameter Qwen2, trained on worked answers with mistakes in them: it knows the right way and wrong ones.
+
+    So reinforcement learning has something to choose from. About two in five sampled answers are right, and half of
+    the greedy ones.
+    """
+    tokenizer, draw, rows = tiny_tokenizer(), random.Random(0), arithmetic_rows(digits, "train")
+    steps, threads = 300, torch.get_num_threads()
+    torch.set_num_threads(1)  # how sums round depends on the number of threads; the weights must not
+    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state alone
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(Qwen2Config(
+            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+            max_position_embeddings=TINY_CONTEXT, pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id, bos_token_id=None))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0, fused=True)
+        schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 10, steps)
+        for _ in tqdm(range(steps), desc="building the tiny model (once)", leave=False, disable=None):
+            prompts = [row["prompt"] for row in draw.choices(rows, k=64)]
+            answers = [worked_answer(prompt, draw, carry_forgotten=0.6, answer_slipped=0.4) for prompt in prompts]
+            batch = tokenizer([prompt + answer + "<eos>" for prompt, answer in zip(prompts, answers)], padding=True,
+                              return_tensors="pt")
+            labels = batch.input_ids.where(batch.attention_mask.bool(), -100)
+            labels[:, :len(prompts[0])] = -100  # the prompts: one token a character, all equally long
+            model(input_ids=batch.input_ids, labels=labels).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    torch.set_num_threads(threads)
+    return model, tokenizer
+
+
+def build_tiny_model(data: str) -> str:
+    """The directory of the warm-started tiny model: trained on the first call (40 s of one core), then kept.
+
+    Its name holds a hash of everything that determines the weights, but for how the CPU rounds. If several processes
+    start at once, each may train a model; the first to finish is kept.
+    """
+    digits = arithmetic_digits(data) if is_built_in(data) else 2
+    parts = (arithmetic_rows, worked_answer, tiny_tokenizer, train_tiny_model)
+    recipe = [*map(inspect.getsource, parts), digits, TINY_VOCABULARY, TINY_CONTEXT, torch.__version__,
+              transformers.__version__]
+    directory = Path("runs") / f"tiny-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]}"
+
+    def fill(folder):
+        for part in train_tiny_model(digits):  # model, tokenizer
+            part.save_pretrained(folder)
+    on_main_rank(lambda: directory.exists() or write_directory(directory, fill, replace=False))
+    return str(directory)
+
+
+def build_tiny_preferences(data: str, split: str) -> Path:
+    """The built-in rankings, kept beside the tiny model: four of its samples a problem, right ones first.
+
+    The verifier stands in for the human or the language model who would judge. Problems whose samples are all right or
+    all wrong give no row.
+    """
+    tiny = build_tiny_model(data)
+    recipe = [inspect.getsource(part) for part in (build_tiny_preferences, sample, decode, pick_tokens)]
+    path = Path(f"{tiny}-ranked-{split}-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:6]}", "ranked.jsonl")
+    if from_main_rank(path.exists()):
+        return path
+    tokenizer, model = load_tokenizer(tiny), AutoModelForCausalLM.from_pretrained(tiny)
+    problems, completions, lines = read_problems(data, split)[:8000], [], []
+    say(f"sampling answers to {len(problems)} problems from the tiny model (once)")
+    prompts = [problem.prompt for problem in problems]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for first in range(0, len(prompts), 1000):  # all at once would take 3 GB
+            completions += sample(model, tokenizer, prompts[first:first + 1000], 4, 60).completions
+    for problem, texts in zip(problems, np.reshape(completions, (-1, 4)).tolist()):
+        scores = {text: float(is_equivalent(extract_answer(text, closed_only=True), problem.answer)) for text in texts}
+        if len(set(scores.values())) == 2:
+            ranked = sorted(scores, key=scores.get, reverse=True)
+            lines.append(json.dumps({"prompt": problem.prompt, "responses": ranked,
+                                     "scores": [scores[text] for text in ranked], "answer": problem.answer}) + "\n")
+    on_main_rank(lambda: write_directory(
+        path.parent, lambda folder: (folder / path.name).write_text("".join(lines)), replace=False))
+    return path
 
 
 # --------------------------------------------------------------------------------------------------- verifiers
