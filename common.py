@@ -2790,7 +2790,8 @@ def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
         kind, sides = ("<" + kind, ["-\\infty", *sides]) if at_left else (kind + "<", [*sides, "\\infty"])
     if len(sides) != 3 or not _LETTER.fullmatch(sides[1]) or not set(kind) <= {"<", "≤"} or plain[0] not in "([":
         return False
-    return _same(f"{'[' if kind[0] == '≤' else '('}{sides[0]},{sides[2]}{']' if kind[1] == '≤' else ')'}", plain, depth)
+    left, right = "[" if kind[0] == "≤" else "(", "]" if kind[1] == "≤" else ")"
+    return _same(f"{left}{sides[0]},{sides[2]}{right}", plain, depth)
 
 
 def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
