@@ -152,6 +152,7 @@ LIMITS = {
     "freeze_layers": (0, 1), "gamma": (0, 1), "lam": (0, 1), "seed": (0, 2 ** 32 - 1),
     "warmup_steps": (0, LARGEST), "overlong_buffer": (0, LARGEST), "group_size": (2, 10 ** 6),
     "prompts_per_step": (1, 10 ** 6), "pairs_per_step": (1, 10 ** 6), "eval_samples": (1, 10 ** 6),
+    "updates_per_batch": (1, 10 ** 6),
 }
 
 
@@ -185,6 +186,8 @@ def check_config(cfg) -> None:
                 raise UserError(f"--{name} {value}: must be one of {', '.join(get_args(kind))}")
         elif not isinstance(value, (int, float) if kind is float else kind):  # possible from Python alone
             raise UserError(f"--{name} {value!r}: must be of type {kind.__name__}")
+        elif kind is str and re.search("[\ud800-\udfff]", value):
+            raise UserError(f"--{name} {value!r}: is not UTF-8")
         low, high = LIMITS.get(name, (1 if kind is int else 0, LARGEST))
         if kind in (int, float) and not low <= value <= high:  # NaN fails this too
             wanted = f"between {low} and {high}" if high < 10 ** 6 or value > high else f"at least {low}"
@@ -374,8 +377,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
         kind = get_tokenizer_config(name, trust_remote_code=trust_remote_code).get("tokenizer_class")
         cls = PreTrainedTokenizerFast if kind in ("TokenizersBackend", "PreTrainedTokenizerFast") else AutoTokenizer
         tokenizer = cls.from_pretrained(name, trust_remote_code=trust_remote_code)
-    if not tokenizer("1")["input_ids"]:  # transformers makes up an empty one where there is a model but no tokenizer
-        raise UserError(f"--model {name}: no tokenizer there")
+        if not tokenizer("1")["input_ids"]:  # transformers makes up an empty one where a model has no tokenizer
+            raise UserError(f"--model {name}: no tokenizer there")
     if tokenizer.eos_token_id is None:
         raise UserError(f"--model {name}: its tokenizer has no end-of-sequence token, so no completion could end")
     if tokenizer.pad_token_id is None:
@@ -395,8 +398,10 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
     errors = f"--model {name}: not a model that transformers can load"
     with one_line_errors(errors):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **config_changes)
-        if cls is AutoModelForCausalLM and "ForSequenceClassification" in "".join(config.architectures or ()):
-            raise UserError(f"--model {name}: a classifier, as reward models are, and not a language model")
+        architecture = "".join(config.architectures or ())
+        if cls is AutoModelForCausalLM and re.search("ForSequenceClassification|ForMaskedLM", architecture):
+            raise UserError(f"--model {name}: {architecture} is a classifier (as reward models are) or an encoder, and "
+                            "no causal language model")
         if cls is AutoModelForSequenceClassification:
             ensure_classifier(type(config))
         saved_dtype = config.dtype or torch.float32
@@ -873,6 +878,9 @@ class Shuffled:
 
     def __init__(self, items: list, seed: int):
         self.items, self.seed, self.position = items, seed, 0
+        self.checksum = 0  # of the prompts, in their order: --resume refuses other ones
+        for item in items:
+            self.checksum = zlib.crc32(repr(getattr(item, "prompt_ids", item)).encode(), self.checksum)
 
     def next(self, count: int) -> list:
         """The next `count` items; the same on every rank."""
@@ -1993,8 +2001,9 @@ class Run:
     resumes exactly             `load_checkpoint`: its numbers are those of a run that was never stopped
     """
 
-    # config.json comes last: --overwrite, if it is interrupted, must still know whose directory it is.
-    WRITES = ("metrics.jsonl", "samples.jsonl", "checkpoint", "model", "tensorboard", "config.json")
+    # If --overwrite is interrupted, --resume must find no whole checkpoint, and config.json must still tell whose
+    # directory it is: they are the first and the last to be removed.
+    WRITES = ("checkpoint", "metrics.jsonl", "samples.jsonl", "model", "tensorboard", "config.json")
     # All other flags must stay the same when a run is resumed.
     MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "eval_every", "eval_samples",
                   "max_bad_steps", "micro_batch_tokens", "gradient_checkpointing"}
@@ -2237,13 +2246,17 @@ class Run:
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first. A directory gets such a name only when all of it is on disk."""
-        found = [path for path in (self.directory / "checkpoint").glob("step-*") if path.name[5:].isdigit()]
+        found = [path for path in (self.directory / "checkpoint").glob("step-*") if path.name[5:].isdecimal()]
         return sorted(found, key=lambda path: int(path.name[5:]))
+
+    def remove_older_checkpoints(self) -> None:
+        for older in self.checkpoints()[:-1]:
+            shutil.rmtree(older)
 
     def state(self) -> dict:
         """All that a checkpoint holds. The tensors are the live ones: `dcp.load` fills them in place."""
         fixed = {name: value for name, value in vars(self.cfg).items() if name not in self.MAY_CHANGE}
-        fixed |= {"script": self.script, "rows of --data": len(self.data.items)}
+        fixed |= {"script": self.script, "rows of --data": len(self.data.items), "checksum": self.data.checksum}
         state = {"run": json.dumps(fixed), "position": self.data.position, "extra": self.extra,
                  "bad_steps": self.bad_steps, "updates": {},
                  "random": torch.get_rng_state()}  # the same on every rank
@@ -2268,8 +2281,7 @@ class Run:
 
         def publish():
             os.rename(temporary, final)
-            for older in self.checkpoints()[:-1]:
-                shutil.rmtree(older)
+            self.remove_older_checkpoints()
         try:
             on_main_rank(lambda: shutil.rmtree(temporary, ignore_errors=True))  # left by a killed process
             dcp.save(self.state(), checkpoint_id=temporary)  # flushes its files to disk
@@ -2300,6 +2312,7 @@ class Run:
         for name, (*_, schedule) in self.trained.items():
             schedule.last_epoch = state["updates"][name] - 1
             schedule._initial_step()  # adds 1 and sets the rate anew, for another --steps changes it
+        on_main_rank(self.remove_older_checkpoints)  # a killed process may have left one
 
     def drop_later_lines(self) -> None:
         """Remove log lines written after the checkpoint: their steps are done again."""

@@ -194,8 +194,8 @@ def check(cfg: Config) -> None:
 
 
 def main(cfg: Config) -> None:
-    check(cfg)
     run = common.Run(cfg)
+    check(cfg)
     score = common.load_reward(dataclasses.replace(cfg, format_reward=0.0))  # step 2 adds the format reward
     problems, eval_problems = common.read_train_and_eval(cfg)
     policy, tokenizer = common.load_policy(cfg, run.device)

@@ -47,7 +47,8 @@ def test_a_system_column_is_the_prompts_system_message():
 
 
 @pytest.mark.parametrize("flags", [{"clip_eps": -0.2}, {"temperature": 0.0}, {"lr_schedule": "Cosine"}, {"steps": 2.0},
-                                   {"lr": "1e-4"}, {"data": Path("problems.jsonl")}, {"save_every": np.int64(5)}])
+                                   {"lr": "1e-4"}, {"data": Path("problems.jsonl")}, {"save_every": np.int64(5)},
+                                   {"system_prompt": "caf\udce9"}])  # a byte that is not UTF-8, as sys.argv has it
 def test_a_config_built_in_python_is_checked_too(flags, tmp_path):
     with pytest.raises(common.UserError, match=f"--{min(flags)} "):
         common.Run(importlib.import_module("grpo").Config(**flags, output_dir=str(tmp_path)))
@@ -196,9 +197,17 @@ def test_a_reward_model_is_no_policy(tmp_path):
     config = random_model("Qwen2", tie_word_embeddings=True)[0].config
     config.num_labels = 1
     transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(common.UserError, match="a classifier, as reward models are, and not a language model"):
+    with pytest.raises(common.UserError, match="ForSequenceClassification is a classifier"):
         common.load_model(str(tmp_path), cpu)
     assert common.load_model(str(tmp_path), cpu, trainable=False, cls=common.AutoModelForSequenceClassification)
+
+
+def test_an_encoder_is_no_policy(tmp_path):
+    """transformers loads BERT as a causal model, but its tokens see those that follow."""
+    config = random_model("Bert")[0].config
+    transformers.AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(common.UserError, match="BertForMaskedLM is .* no causal language model"):
+        common.load_model(str(tmp_path), cpu)
 
 
 def test_a_classifier_without_a_scalar_head(tmp_path):

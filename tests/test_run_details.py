@@ -55,6 +55,25 @@ def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path, monkeypa
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [".lock", "checkpoint", "config.json", "notes.txt"]
 
 
+@pytest.mark.parametrize("removed", range(1, 6))
+def test_an_interrupted_overwrite_cannot_be_resumed(removed, tmp_path, monkeypatch):
+    """The old run's checkpoint would pass for the new run's. --overwrite itself can be repeated."""
+    begin(tmp_path, monkeypatch)
+    remove, done = common.remove, []
+
+    def killed(path):
+        if len(done) == removed:
+            raise KeyboardInterrupt
+        done.append(remove(path))
+    monkeypatch.setattr(common, "remove", killed)
+    with pytest.raises(KeyboardInterrupt):
+        begin(tmp_path, monkeypatch, overwrite=True)
+    monkeypatch.setattr(common, "remove", remove)
+    with pytest.raises(common.UserError, match="--resume: no checkpoint"):
+        begin(tmp_path, monkeypatch, resume=True)
+    begin(tmp_path, monkeypatch, overwrite=True)
+
+
 def test_overwrite_spares_the_reward_model_in_use(tmp_path, monkeypatch):
     begin(tmp_path, monkeypatch)
     (tmp_path / "run" / "model").mkdir()

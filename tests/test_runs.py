@@ -573,13 +573,13 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
     """AdamW holds no state for such a part. Gemma 3's image tower is one."""
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
 
-    def begin(resume, seed=0, rows=2):
+    def begin(resume, seed=0, rows=2, prompt=1):
         torch.manual_seed(0)
         model = torch.nn.ModuleDict({"read": torch.nn.Linear(2, 1), "idle": torch.nn.Linear(2, 1)})
         run = common.Run(grpo.Config(output_dir=str(tmp_path / "run"), resume=resume, seed=seed))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         schedule = transformers.get_constant_schedule(optimizer)
-        run.start(common.Shuffled([1] * rows, 0), policy=(model, optimizer, schedule))
+        run.start(common.Shuffled([prompt] * rows, 0), policy=(model, optimizer, schedule))
 
         def step(x):
             model["read"](torch.tensor([x, 1.0])).sum().backward()
@@ -591,10 +591,15 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
     step(1.0)
     run.next_step = 1
     run.save_checkpoint()
+    left = tmp_path / "run" / "checkpoint" / "step-000000"
+    left.mkdir()  # as if a process had been killed before it removed the last but one
     whole, resumed = step(-2.0), begin(resume=True)[1](-2.0)
     assert all(map(torch.equal, whole, resumed))
+    assert not left.exists()
     with pytest.raises(common.UserError, match="step-000001 is of another run: rows of --data 2"):
         begin(resume=True, rows=3)  # a position in two rows says nothing about three
+    with pytest.raises(common.UserError, match="step-000001 is of another run: checksum"):
+        begin(resume=True, prompt=2)
     config = tmp_path / "run" / "config.json"
     config.write_text(config.read_text().replace('"seed": 0', '"seed": 5'))  # as if the checkpoint came from elsewhere
     with pytest.raises(common.UserError, match="step-000001 is of another run: seed 0"):
