@@ -735,12 +735,20 @@ common.launch(lambda cfg: None, common.RunConfig)  # exits as a script does
 
 @beside(run_in_two_processes)
 @pytest.mark.parametrize("script", [*SCRIPTS, LARGE_GROUPS])
-def test_two_processes_give_the_numbers_of_one(script, whole_run, job, monkeypatch):
-    """Sampled tokens are the same too, since each row has its own random numbers."""
+def test_two_processes_give_the_numbers_of_one(script, whole_run, small, job, tmp_path, monkeypatch):
+    """Sampled tokens are the same too, since each row has its own random numbers. And one process can go on with what
+    two have begun."""
     shared, read = [], common.read_prefixes_once
     monkeypatch.setattr(common, "read_prefixes_once", lambda *args: (shared.append(args), read(*args))[1])
     one, two = read_metrics(whole_run(script)), read_metrics(job / script)
     assert [metrics["step"] for metrics in two] == [0, 1, 2, 3]
+    if script in ("grpo", "ppo"):
+        begun = (one, whole_run(script), small(script)), (two, job / script, small_runs(job)(script))
+        for metrics, run, command in begun:
+            longer = shutil.copytree(run, tmp_path / run.parent.name / run.name)
+            done = run_script(*command, "--steps", 4, "--resume", "--output_dir", longer)
+            assert done.returncode == 0, done.stderr
+            metrics.append(read_metrics(longer)[4])
     for alone, together in zip(one, two):
         for name in together.keys() - TIMING:
             # In DPO's first step all margins are 0, and rounding decides their signs.
