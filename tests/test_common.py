@@ -335,6 +335,7 @@ def test_one_gpu_also_reads_a_prefix_once(compute, one_gpu, monkeypatch, tmp_pat
     plain.save_pretrained(tmp_path)
     sharded = common.load_model(str(tmp_path), common.setup_device(), cls=cls)
     input_ids, attention_mask, mask = common.collate([[5, 6, 7, 8, 9]] * 6, [[9, i] for i in range(10, 16)], 0)
+    assert {parameter.dtype for parameter in sharded.parameters()} == {torch.float32}  # what trains is not rounded
     assert common.can_share_prefixes(sharded) and common.prefix_to_share(input_ids) == 6
     T = () if compute is common.sequence_scores else (mask.shape[1],)
     gradients = []
@@ -451,6 +452,12 @@ def test_several_ranks_share_nothing(monkeypatch):
     common.token_logprobs(model, ids, mask, completion.shape[1])
 
 
+def test_only_known_attention_shares():
+    model, _ = random_model("Qwen2")
+    model.config._attn_implementation = "flash_attention_2"
+    assert not common.can_share_prefixes(model)
+
+
 def test_the_head_of_falcon_h1_is_scaled():
     model, _ = random_model("Qwen2")
     hidden, weight = torch.randn(3, 32), torch.randn(26, 32)
@@ -503,6 +510,9 @@ def test_the_size_of_a_micro_batch_is_that_of_its_tensors():
     batch = common.collate([[5] * 10, [5] * 2], [[7] * 2, [7] * 10], 0)
     for max_tokens, count in ((39, 2), (40, 1)):
         assert len(list(common.micro_batches(batch, [0, 1], max_tokens))) == count
+    # A row of 20 + 20 tokens fills one; then there is room for four of 5 + 5.
+    batch = common.collate([[5] * 20, *[[5] * 5] * 4], [[7] * 20, *([i] * 5 for i in range(4))], 0)
+    assert [rows.tolist() for rows, *_ in common.micro_batches(batch, list(range(5)), 40)] == [[0], [1, 2, 3, 4]]
 
 
 # ------------------------------------------------------------------------------------------------------ sampling
@@ -619,6 +629,14 @@ def test_a_model_that_transformers_does_not_know_is_scored_by_its_logits():
         logprobs, _ = common.token_logprobs(model, ids, torch.ones_like(ids), 2)
     # 1 after 0: 1/3. 2 after 1: 1 / (2 + e²).
     torch.testing.assert_close(logprobs, torch.tensor([[-math.log(3), -math.log(2 + math.exp(2))]]))
+
+    class Prompted(Bigram):  # as PEFT's prompt tuning, which puts two tokens of its own in front
+        def forward(self, input_ids, **kwargs):
+            logits = super().forward(input_ids).logits
+            return SimpleNamespace(logits=torch.cat([torch.ones(len(logits), 2, 3), logits], 1))
+
+    with pytest.warns(UserWarning, match="Prompted"):
+        assert torch.equal(common.token_logprobs(Prompted(), ids, torch.ones_like(ids), 2)[0], logprobs)
 
 
 def test_a_boolean_attention_mask_is_one_too():
@@ -1339,6 +1357,10 @@ def test_a_reward_model_reads_the_prompt_in_its_own_template():
     problem.opening = "<think>"  # in the policy's prompt; the reward model's has none
     batch = common.retokenize([problem] * 2, rollout, tokenizer, "0")
     assert tokenizer.decode(batch.input_ids[0]) == "0=1=<think>2<eos>"
+    problem.opening = ""
+    tokenizer.chat_template += "{% if add_generation_prompt %}<think>{% endif %}"  # as R1's, which a given answer lacks
+    batch = common.retokenize([problem] * 2, rollout, tokenizer, "0")
+    assert tokenizer.decode(batch.input_ids[0]) == "0=1=2<eos>"
 
 
 def test_accuracy_avg_and_pass(monkeypatch):

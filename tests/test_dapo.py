@@ -26,7 +26,8 @@ def test_the_diff_to_grpo_is_short():
     (1.25, 1.0, 1.25, 1.25),  # still pushed up; GRPO would have clipped it
     (0.75, -1.0, -0.80, 0.0),
     (0.75, 1.0, 0.75, 0.75),
-    (1.35, -1.0, -1.35, -1.35)])
+    (1.35, -1.0, -1.35, -1.35),
+    (1e6, -1.0, -1e6, -1e6)])  # however far it went: there is no dual clip
 def test_clip_higher_by_hand(ratio, advantage, value, slope):
     """ε_low = .2, ε_high = .28: min(ρÂ, clip(ρ, .8, 1.28)Â), and its derivative in log π (eq. 10)."""
     logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
@@ -190,6 +191,9 @@ def test_dynamic_sampling_asks_for_what_is_missing_and_leaves_out_what_is_too_mu
     roll_out, asked = fake_sampler("1mmmmm")
     assert dapo.dynamic_sampling(roll_out, 4, 10)[1].tolist() == [1, 2, 3, 4]
     assert asked == [4, 2]  # 1 more, at a rate of 3/4, takes 2 prompts; both are informative, so one is dropped
+    roll_out, asked = fake_sampler("11mmmm")
+    dapo.dynamic_sampling(roll_out, 6, 10)
+    assert asked[:2] == [6, 3]  # 2 more, at a rate of 4/6, take 3 prompts and no more
 
 
 def test_dynamic_sampling_stops_at_once_when_all_are_informative():
@@ -270,28 +274,34 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
     assert any(len(step.rollouts) > 1 for step in steps) or "--no_dynamic_sampling" in switches
 
 
-def test_few_rows_make_few_updates(tmp_path, monkeypatch):
-    """With fewer groups than asked for, there are fewer minibatches, of the usual size: two rows."""
+@pytest.mark.parametrize("minibatches", [4, 3])
+def test_few_rows_make_few_updates(minibatches, tmp_path, monkeypatch):
+    """With fewer groups than asked for, there are fewer minibatches, of about the usual size: two rows, or 8/3.
+
+    Their number is rounded up: a group alone makes one update, and not none.
+    """
     steps = record_run(
         monkeypatch, "dapo.py", tmp_path / "run", "--steps", 3, "--prompts_per_step", 4, "--group_size", 2,
-        "--minibatches", 4, "--max_generation_batches", 1)
+        "--minibatches", minibatches, "--max_generation_batches", 1)
     kept = [round(4 * step.metrics["kept_fraction"]) for step in steps]
-    assert [len(step.updates) for step in steps] == kept and min(kept) < 4
+    assert [len(step.updates) for step in steps] == [math.ceil(minibatches * k / 4) for k in kept] and min(kept) < 4
     assert all(update["grad_norm"] > 0 for step in steps for update in step.updates)
 
 
 def test_without_an_informative_group_the_step_makes_no_update(tmp_path):
     """No reward is above 0, so no group has a right answer: the step gives up, says so, logs a loss and gradient of 0,
-    and the run goes on. The rewards differ, but a completion that is left out gets no advantage."""
+    and the run goes on, with its warm-up where it was. The rewards differ, but a completion that is left out gets no
+    advantage."""
     (tmp_path / "reward.py").write_text("def never(prompt, completion, row):\n    return -len(completion) - 1.0\n")
     done = run_script("dapo.py", "--steps", 2, "--prompts_per_step", 2, "--group_size", 2, "--eval_every", 100,
                       "--max_generation_batches", 2, "--reward", f"{tmp_path / 'reward.py'}:never", "--output_dir",
-                      tmp_path / "run")
+                      tmp_path / "run", "--warmup_steps", 2)
     assert done.returncode == 0 and "0 of 4 groups" in done.stderr and "rewards teach nothing" in done.stderr, done.stderr
     samples = [json.loads(line) for line in open(tmp_path / "run" / "samples.jsonl")]
     assert len({sample["reward"] for sample in samples}) > 1 and all(sample["advantage"] == 0 for sample in samples)
     steps = read_metrics(tmp_path / "run")[1:]
-    assert [(step["grad_norm"], step["loss"], step["kept_fraction"]) for step in steps] == [(0, 0, 0)] * 2
+    names = "grad_norm", "loss", "kept_fraction", "clip_fraction", "lr"
+    assert [[step[name] for name in names] for step in steps] == [[0] * 5] * 2
 
 
 @pytest.mark.parametrize("reward", [0.1, -3.3333333, 1e6])

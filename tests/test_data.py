@@ -500,7 +500,7 @@ def test_an_empty_prompt_is_left_out(capsys):
 
 def test_a_template_may_open_the_thinking():
     tokenizer = common.tiny_tokenizer()
-    tokenizer.chat_template = "{{ messages[-1]['content'] }}<think>\n"
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}<think>{{ '\\n' }}"  # one at its own end would be dropped
     cfg = SimpleNamespace(model="other", system_prompt="none", max_prompt_tokens=99)
     problem, = common.encode_prompts([common.Problem("1", [], "2", {})], tokenizer, cfg, "--data")
     assert problem.opening == "<think>"

@@ -94,14 +94,19 @@ def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
 
 @pytest.mark.parametrize("reference_free", [False, True])
 def test_every_update_is_that_of_the_plain_algorithm(reference_free, tmp_path, monkeypatch):
-    """Pairs from a file, one answer at a time: six of the eight per step, so that step 2 begins a second epoch."""
-    draw, path = random.Random(0), tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps({
-        "prompt": row["prompt"], "chosen": common.worked_answer(row["prompt"], draw, 0, 0),
-        "rejected": common.worked_answer(row["prompt"], draw, 0, 1)}) + "\n"
-        for row in common.arithmetic_rows(2, "train")[:8]))
+    """Pairs from a file, one answer at a time: six of the eight per step, so that step 2 begins a second epoch.
+
+    The held-out pairs are the other way round, so they cannot be mistaken for those that are trained on.
+    """
+    draw, path, held_out = random.Random(0), tmp_path / "pairs.jsonl", tmp_path / "held_out.jsonl"
+    rows = [{"prompt": row["prompt"], "chosen": common.worked_answer(row["prompt"], draw, 0, 0),
+             "rejected": common.worked_answer(row["prompt"], draw, 0, 1)}
+            for row in common.arithmetic_rows(2, "train")[:8]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out.write_text("".join(
+        json.dumps({**row, "chosen": row["rejected"], "rejected": row["chosen"]}) + "\n" for row in rows[:5]))
     steps = record_run(
-        monkeypatch, "dpo.py", tmp_path / "run", "--data", path, "--eval_data", path, "--steps", 3,
+        monkeypatch, "dpo.py", tmp_path / "run", "--data", path, "--eval_data", held_out, "--steps", 3,
         "--pairs_per_step", 6, "--beta", 0.3, "--label_smoothing", 0.1, "--temperature", 0.8, "--lr", 1e-4,
         "--warmup_steps", 0, "--max_grad_norm", 0.5, "--micro_batch_tokens", 200,
         *["--reference_free"] * reference_free)
@@ -137,8 +142,8 @@ def test_every_update_is_that_of_the_plain_algorithm(reference_free, tmp_path, m
     assert step.metrics["pair_accuracy"] == (margins > 0).float().mean()
     if not reference_free:  # before the first step, policy and reference are equal, so all pairs tie
         assert read_metrics(tmp_path / "run")[0]["eval_pair_accuracy"] == 0.5
-    in_order = [float(margin(pair) > 0) for pair in common.read_preferences(str(path))]
-    assert step.metrics["eval_pair_accuracy"] == sum(in_order) / 8
+    in_order = [float(margin(pair) > 0) for pair in common.read_preferences(str(held_out))]
+    assert step.metrics["eval_pair_accuracy"] == sum(in_order) / 5
 
 
 @pytest.mark.parametrize("reference_free", [False, True])

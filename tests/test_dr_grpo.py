@@ -35,7 +35,7 @@ def test_a_long_wrong_answer_is_not_forgiven():
 
 def test_the_loss_is_grpos_without_kl():
     torch.manual_seed(0)
-    logprobs, old_logprobs = torch.randn(3, 5), torch.randn(3, 5)
+    logprobs, old_logprobs = 5 * torch.randn(2, 3, 5)  # ratios from e⁻¹² to e¹³
     advantages, weights = torch.randn(3), torch.rand(3, 5)
     torch.testing.assert_close(dr_grpo.dr_grpo_loss(logprobs, old_logprobs, advantages, weights, 0.2),
                                grpo.grpo_loss(logprobs, old_logprobs, None, advantages, weights, 0.2, 0.0))
@@ -75,14 +75,16 @@ def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
     steps = record_run(
         monkeypatch, "dr_grpo.py", tmp_path / "run", "--steps", 2, "--prompts_per_step", 4, "--group_size", 4,
         "--minibatches", 2, "--updates_per_batch", 2, "--max_new_tokens", 40, "--temperature", 0.8, "--clip_eps", 0.05,
-        "--lr", 2e-4, "--lr_schedule", "linear", "--max_grad_norm", 0.5, "--micro_batch_tokens", 200)
+        "--format_reward", 0.25, "--lr", 2e-4, "--lr_schedule", "linear", "--max_grad_norm", 0.5,
+        "--micro_batch_tokens", 200)
     policy = load_tiny_model()
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     rates = iter(2e-4 * (1 - n / 8) for n in range(8))  # a linear decay to 0 over all 8 updates
     for step in steps:
         begin_with(step, (policy, optimizer))
         [rollout], [order] = step.rollouts, step.orders
-        rewards = torch.tensor([float(is_right(rollout, i)) for i in range(16)])
+        rewards = torch.tensor([is_right(rollout, i) + 0.25 * common.format_reward(rollout.completions[i])
+                                for i in range(16)])
         advantages = (rewards.view(4, 4) - rewards.view(4, 4).mean(1, keepdim=True)).flatten()
         with torch.no_grad():
             old = [plain_logprobs(policy, rollout, i, 0.8) for i in range(16)]

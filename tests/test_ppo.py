@@ -136,6 +136,11 @@ def test_equal_advantages_are_exactly_zero(value):
     assert (ppo.whiten(torch.full((1, 1), value), torch.zeros(1, 1).bool()) == 0).all()  # no token at all
 
 
+def test_advantages_too_small_to_be_squared_are_not_divided_by_0():
+    """In float32, the square of 1e-30 is 0."""
+    assert ppo.whiten(torch.tensor([[0.0, 1e-30]]), torch.ones(1, 2).bool()).isfinite().all()
+
+
 def test_equal_advantages_are_exactly_zero_beside_padding():
     """Below 0 too, where the padding is larger than they are."""
     mask = (torch.arange(8) < 6).expand(3, 8)  # the mean of 18 times 0.1 rounds
@@ -289,6 +294,9 @@ def test_a_critic_of_another_vocabulary_is_not_taken(tmp_path, policy_directory)
     tokenizer = common.load_tokenizer(str(tmp_path / "rm"))
     cfg = reward_config(tmp_path / "rm", policy_directory)
     assert ppo.load_value_model(cfg, torch.device("cpu"), tokenizer).config.model_type == "llama"
+    ids = tokenizer.get_vocab()
+    swapped = SimpleNamespace(get_vocab=lambda: ids | {"1": ids["2"], "2": ids["1"]})  # as many, but not the same
+    assert ppo.load_value_model(cfg, torch.device("cpu"), swapped).config.model_type == "qwen2"
     tokenizer.add_tokens("a new one")
     assert ppo.load_value_model(cfg, torch.device("cpu"), tokenizer).config.model_type == "qwen2"
 
@@ -398,6 +406,9 @@ def test_a_reward_model_reads_the_sampled_tokens_at_the_last_of_them(tmp_path, p
     expected = torch.tensor([[0.0, 0, 1, 0], [0, 0, 0, 0]])
     torch.testing.assert_close(with_format - rewards, 0.5 * expected)
     assert torch.equal(correct, expected.bool())
+    problems[1].answer = None  # without an answer, what is correct is what scores above 0
+    rewards, correct = common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
+    assert torch.equal(correct, torch.stack([expected[0] > 0, rewards[1] > 0])) and 0 < correct[1].sum() < 4
 
 
 def test_copies_of_a_completion_get_one_score(tmp_path, policy_directory, monkeypatch):
@@ -415,7 +426,8 @@ def test_copies_of_a_completion_get_one_score(tmp_path, policy_directory, monkey
 def test_a_reward_model_of_another_vocabulary_reads_the_text(tmp_path, policy_directory):
     """A reward model and its tokenizer get their token ids reversed: it must now read the decoded text.
 
-    Expected is its score of each prompt and completion, tokenized anew, with EOS if the completion is finished.
+    Expected is its score of each prompt and completion, tokenized anew, with EOS if the completion is finished. The
+    system prompt, here "7", is that of the run.
     """
     model = save_reward_model(tmp_path / "rm")
     problems, rollout = problems_and_rollout(policy_directory)
@@ -433,9 +445,11 @@ def test_a_reward_model_of_another_vocabulary_reads_the_text(tmp_path, policy_di
         table.copy_(table.flip(0).clone())
     model.save_pretrained(tmp_path / "rm")
     reversed_ids.save_pretrained(tmp_path / "rm")
-    rewards, _ = common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
+    cfg = reward_config(tmp_path / "rm", policy_directory, system_prompt="7")
+    rewards, _ = common.load_reward(cfg)(problems, rollout)
     for i, (text, finished) in enumerate(zip(rollout.completions, rollout.finished)):
-        ids = reversed_ids.encode(problems[i // 4].prompt + text) + [reversed_ids.eos_token_id] * bool(finished)
+        ids = reversed_ids.encode(f"7\n\n{problems[i // 4].prompt}{text}")
+        ids += [reversed_ids.eos_token_id] * bool(finished)
         expected = model.score(model.base_model(torch.tensor([ids]))[0])[0, -1, 0]
         torch.testing.assert_close(rewards.flatten()[i], expected, rtol=1e-4, atol=1e-5)
 
@@ -510,6 +524,12 @@ def test_a_directory_that_is_no_reward_model_is_refused_by_name(tmp_path, policy
     for name in ("empty", "broken"):
         with pytest.raises(common.UserError, match=f"^--reward .*{name}"):
             common.load_reward(reward_config(tmp_path / name, policy_directory))
+    policy, tokenizer = random_model("Llama")
+    policy.config.num_labels = 2
+    for part in (AutoModelForSequenceClassification.from_config(policy.config), tokenizer):
+        part.save_pretrained(tmp_path / "two")
+    with pytest.raises(common.UserError, match="^--reward .*two: want a sequence classifier with one label"):
+        common.load_reward(reward_config(tmp_path / "two", policy_directory))
 
 
 # ---------------------------------------------------------------------------------------------------- whole runs
@@ -604,6 +624,7 @@ def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, mi
             beta *= 1 + 0.1 * error.clamp(-0.2, 0.2).item()
         assert_metrics(step, updates, expected)
         assert ("kl" in step.metrics) == (beta > 0)
+        assert step.metrics["tokens_per_second"] * step.metrics["seconds"] == pytest.approx(int(rollout.lengths.sum()))
     assert_same_weights(tmp_path / "run", policy)
     for name in ("clip_fraction", "value_clip_fraction"):  # both ε were small enough to clip
         assert any(step.metrics[name] > 0 for step in steps)

@@ -110,6 +110,15 @@ def test_a_signal_saves(tmp_path, monkeypatch):
     assert stopped.value.code == 143 and [path.name for path in run.checkpoints()] == ["step-000002"]
 
 
+def test_a_signal_to_one_process_stops_them_all(tmp_path, monkeypatch):
+    """After the same step: a process that went on alone would wait for the others."""
+    run = begin(tmp_path, monkeypatch)[0]
+    monkeypatch.setattr(common, "gather_in_order", lambda mine: [*mine, signal.SIGTERM])  # what the other one has got
+    with pytest.raises(SystemExit) as stopped:
+        run.end_step(1, {})
+    assert stopped.value.code == 143
+
+
 def test_signals_are_pythons_again_once_a_run_is_over(tmp_path, monkeypatch):
     numbers = signal.SIGINT, signal.SIGTERM
     run = begin(tmp_path, monkeypatch)[0]

@@ -83,6 +83,22 @@ def test_the_rollout_is_drawn_at_the_temperature_of_the_run(script, tmp_path, mo
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+def test_the_seed_orders_the_data(script, tmp_path, monkeypatch):
+    """Runs of one seed draw the same rows, runs of two seeds other ones."""
+    data = few_pairs(tmp_path) if script in ("dpo", "reward_model") else few_problems(tmp_path)
+    drawn = []
+
+    def start(run, data, **trained):  # instead of a run
+        drawn.append([item.prompt for item in data.next(10)])
+        raise common.UserError("enough")
+
+    monkeypatch.setattr(common.Run, "start", start)
+    for seed in (1, 2, 1):
+        run_script(f"{script}.py", "--seed", seed, "--data", data, "--output_dir", tmp_path / "run")
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_the_log_is_the_same_for_any_micro_batch_and_ends_with_an_evaluation(script, tmp_path):
     """Logged means are over the step's tokens or pairs, not over micro-batches, which are of unequal size.
 
