@@ -502,7 +502,8 @@ def test_ppo_judges_the_format_of_what_the_template_began(tmp_path, monkeypatch)
                       "--prompts_per_step", 4, "--format_reward", 0.5, "--output_dir", tmp_path / "run",
                       "--data", few_problems(tmp_path), "--lr", 1e-5, "--value_lr", 1e-5)
     assert done.returncode == 0, done.stderr
-    assert all(re.match("<think>(?!<think>)", text) for text in judged[-4:])  # those of `score` come first
+    assert len(judged) == 8  # by `score`, whose bonus has weight 0, and then by PPO
+    assert all(re.match("<think>(?!<think>)", text) for text in judged)
 
 
 def test_equal_scores_have_no_spread(tmp_path, monkeypatch):
