@@ -208,7 +208,8 @@ def main(cfg: Config) -> None:
 
         # 5. Log.
         metrics = {
-            "loss": 0.0, "grad_norm": 0.0, "clip_fraction": 0.0, "lr": schedule.get_last_lr()[0],  # without an update
+            "loss": 0.0, "grad_norm": 0.0, "clip_fraction": 0.0, "entropy": 0.0,  # without an update
+            "lr": schedule.get_last_lr()[0],
             "kept_fraction": kept / len(batch), "wasted_groups": max(0, kept - cfg.prompts_per_step),
             "sampled_tokens": int(rollout.lengths.sum()),
             "reward": rewards.mean().item(),

@@ -300,8 +300,8 @@ def test_without_an_informative_group_the_step_makes_no_update(tmp_path):
     samples = [json.loads(line) for line in open(tmp_path / "run" / "samples.jsonl")]
     assert len({sample["reward"] for sample in samples}) > 1 and all(sample["advantage"] == 0 for sample in samples)
     steps = read_metrics(tmp_path / "run")[1:]
-    names = "grad_norm", "loss", "kept_fraction", "clip_fraction", "lr"
-    assert [[step[name] for name in names] for step in steps] == [[0] * 5] * 2
+    names = "grad_norm", "loss", "kept_fraction", "clip_fraction", "entropy", "lr"
+    assert [[step[name] for name in names] for step in steps] == [[0] * 6] * 2
 
 
 @pytest.mark.parametrize("reward", [0.1, -3.3333333, 1e6])
