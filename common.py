@@ -469,7 +469,10 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
     if policy.can_generate():  # `generate` must stop where `sample` does; Qwen2.5's base models list no end of a turn
-        config = policy.generation_config
+        config, file = policy.generation_config, Path(name, "generation_config.json")
+        with one_line_errors(f"--model {name}: its generation_config.json is not JSON"):
+            if file.exists():
+                json.loads(file.read_bytes())  # transformers ignores a broken one, and with it the EOS that it names
         with one_line_errors(f"--model {name}: eos_token_id in its generation_config.json"):
             config.eos_token_id = sorted({*eos_ids(policy, tokenizer), turn_end(tokenizer)})
         with one_line_errors(f"--model {name}: its generation_config.json"):

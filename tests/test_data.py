@@ -661,12 +661,15 @@ def test_sampling_stops_where_the_chat_template_ends_a_turn(tmp_path):
     assert common.eos_ids(policy, tokenizer) == policy.generation_config.eos_token_id == ends
 
 
-def test_an_eos_that_is_no_token(tmp_path):
+@pytest.mark.parametrize("content, problem", [
+    ('{"eos_token_id": "x"}', "eos_token_id in its generation_config.json"),
+    ('{"eos_token_id": [1', "its generation_config.json is not JSON")])
+def test_an_eos_that_is_no_token(content, problem, tmp_path):
     model, tokenizer = random_model("Qwen2")
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
-    with pytest.raises(common.UserError, match="eos_token_id in its generation_config.json"):
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(common.UserError, match=problem):
         common.load_policy(policy_config(tmp_path), cpu)
 
 
