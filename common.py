@@ -2259,7 +2259,8 @@ class Run:
     def state(self) -> dict:
         """All that a checkpoint holds. The tensors are the live ones: `dcp.load` fills them in place."""
         fixed = {name: value for name, value in vars(self.cfg).items() if name not in self.MAY_CHANGE}
-        fixed |= {"script": self.script, "rows of --data": len(self.data.items), "checksum": self.data.checksum}
+        fixed |= {"script": self.script, "rows of --data": len(self.data.items),
+                  "checksum of --data": self.data.checksum}
         state = {"run": json.dumps(fixed), "position": self.data.position, "extra": self.extra,
                  "bad_steps": self.bad_steps, "updates": {},
                  "random": torch.get_rng_state()}  # the same on every rank

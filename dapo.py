@@ -14,8 +14,8 @@ as in grpo.py, a rollout gets a single update, which clips nothing; the paper ma
 Without flags, the script teaches the built-in tiny model to add, on a CPU, in about a minute. README.md shows how to
 train real models on your own data, on one GPU or many.
 
-Symbols: π is the policy, π_old the one that sampled, π_ref the one before training; o_i is a completion, |o_i| its
-number of tokens, R_i its reward.
+Symbols: π is the policy, π_old the one that sampled, ρ = π/π_old, π_ref the policy before training; o_i is a
+completion, |o_i| its number of tokens, R_i its reward.
 Shapes: P prompts, G completions per prompt, N = P·G; T tokens per completion, padded; B rows in a micro-batch.
 """
 import math

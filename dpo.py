@@ -74,7 +74,8 @@ def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, devic
     metrics = common.evaluate(policy, tokenizer, problems, score, cfg)
     if preferences:
         logprobs = answer_logprobs(policy, preferences, tokenizer, cfg, device)
-        rewards = [l - preference.ref_logprobs for l, preference in zip(logprobs, preferences)]  # [K] each; β is left out
+        # The implicit rewards [K] of each preference, without β, which would not change their order.
+        rewards = [own - preference.ref_logprobs for own, preference in zip(logprobs, preferences)]
         pairs = [torch.tensor(preference.pairs).unbind(1) for preference in preferences]  # (better, worse) of each
         differences = torch.cat([r[better] - r[worse] for r, (better, worse) in zip(rewards, pairs)])
         # A tie is half right: before the first update, policy and reference agree, and all pairs tie.

@@ -14,8 +14,8 @@ Without flags, the script teaches the built-in tiny model to add, on a CPU, in a
 train real models on your own data, on one GPU or many.
 With --reward runs/reward_model/model, the scores come from the model that reward_model.py has saved.
 
-Symbols: π is the policy, π_old the one that sampled, π_ref the one before training; o_i is a completion, |o_i| its
-number of tokens, R_i its reward.
+Symbols: π is the policy, π_old the one that sampled, ρ = π/π_old, π_ref the policy before training; o_i is a
+completion, |o_i| its number of tokens.
 Shapes: N prompts with one completion each; T tokens per completion, padded; B rows in a micro-batch.
 """
 import dataclasses

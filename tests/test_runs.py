@@ -598,7 +598,7 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
     assert not left.exists()
     with pytest.raises(common.UserError, match="step-000001 is of another run: rows of --data 2"):
         begin(resume=True, rows=3)  # a position in two rows says nothing about three
-    with pytest.raises(common.UserError, match="step-000001 is of another run: checksum"):
+    with pytest.raises(common.UserError, match="step-000001 is of another run: checksum of --data"):
         begin(resume=True, prompt=2)
     config = tmp_path / "run" / "config.json"
     config.write_text(config.read_text().replace('"seed": 0', '"seed": 5'))  # as if the checkpoint came from elsewhere
