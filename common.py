@@ -10,7 +10,7 @@
     evaluation      evaluate
     the run         make_optimizer, Meter, Run (updates, metrics, checkpoints, signals)
     built-in        the tiny model, its problems and its rankings
-    verifiers       extract_answer, is_equivalent, format_reward: these stand alone
+    verifiers       extract_answer, is_equivalent, is_worked_out, format_reward: these stand alone
 
 Shapes:  P prompts, G completions of each, N = P·G rows, L padded prompt length, T padded completion length,
          V vocabulary, H hidden size, B rows of a micro-batch.
@@ -1063,6 +1063,7 @@ class Rollout:
     mask: torch.Tensor             # [N, T]    bool: completion tokens, including the EOS
     completions: list[str]         # decoded, without special tokens
     finished: torch.Tensor         # [N]       bool: ended with EOS, not cut at max_new_tokens
+    logprobs: torch.Tensor = None  # [N, T]    float32: of the tokens as they were drawn (greedy: 0), 0 on padding
 
     @property
     def lengths(self) -> torch.Tensor:  # [N] completion tokens
@@ -1131,21 +1132,23 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     uniforms = draw(N, max_new_tokens, dtype=torch.float64)  # [N, T], in host memory: it may be over a gigabyte
     ends = torch.tensor(eos_ids(model, tokenizer), device=device)
     tokens = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)  # [N, T]
+    logprobs = torch.zeros(N, max_new_tokens, device=device, dtype=torch.float32)  # [N, T]
 
     with evaluating(model), gathered(model):
         mine = torch.tensor(my_share(N), dtype=torch.long, device=device)
         at_once = rows_that_fit(model, prompt_ids.shape[1], max_new_tokens, group_size)
         for start in range(0, len(mine), at_once):
             rows = mine[start:start + at_once]
-            tokens[rows] = decode(model, prompt_ids, prompt_mask, rows // group_size, ends, max_new_tokens,
-                                  uniforms[rows.cpu()].to(device), temperature)
+            tokens[rows], logprobs[rows] = decode(model, prompt_ids, prompt_mask, rows // group_size, ends,
+                                                  max_new_tokens, uniforms[rows.cpu()].to(device), temperature)
 
-    is_end = torch.isin(sum_over_ranks(tokens), ends)  # until here, the rows of other ranks are zero
+    tokens, logprobs = sum_over_ranks(tokens), sum_over_ranks(logprobs)  # until here, other ranks' rows are zero
+    is_end = torch.isin(tokens, ends)
     finished = is_end.any(1)
     lengths = torch.where(finished, is_end.int().argmax(1) + 1, max_new_tokens)  # up to the first end
     tokens = tokens[:, :lengths.max()]
     mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
-    tokens = tokens.where(mask, pad_id)
+    tokens, logprobs = tokens.where(mask, pad_id), logprobs[:, :tokens.shape[1]].where(mask, 0)
     # The texts leave out the end by position: it need not be a special token. Row by row, for Python's ints are large.
     ids, text_lengths = tokens.cpu().numpy(), (lengths - finished.long()).tolist()
     completions = gather_in_order([tokenizer.decode(ids[i, :text_lengths[i]].tolist(), skip_special_tokens=True)
@@ -1153,7 +1156,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     return Rollout(
         input_ids=torch.cat([prompt_ids.repeat_interleave(group_size, 0), tokens], 1),
         attention_mask=torch.cat([prompt_mask.repeat_interleave(group_size, 0), mask.long()], 1),
-        mask=mask, completions=completions, finished=finished)
+        mask=mask, completions=completions, finished=finished, logprobs=logprobs)
 
 
 def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: int) -> int:
@@ -1188,7 +1191,8 @@ def cache_argument(model) -> str | None:
 
 
 def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, uniforms, temperature):
-    """Decode n rows, row i of prompt prompt_of[i] -> tokens [n, max_new_tokens], arbitrary after a row's end.
+    """Decode n rows, row i of prompt prompt_of[i] -> (tokens, their log-probs), [n, max_new_tokens] each, arbitrary
+    after a row's end.
 
     Each prompt is read once, and its KV cache is copied to the rows of its group. A row that has ended leaves the
     batch, so that short completions cost nothing while the long ones continue. On CUDA, a step replays a captured graph
@@ -1220,10 +1224,11 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     look_every = 1 if device.type == "cpu" else 8  # to see which rows have ended, the CPU must wait for the GPU
 
     tokens = torch.zeros(n, max_new_tokens, dtype=torch.long, device=device)
+    logprobs = torch.zeros(n, max_new_tokens, dtype=torch.float32, device=device)
     alive = torch.arange(n, device=device)  # [m] the rows that are still in the batch
     ended = torch.zeros(n, dtype=torch.bool, device=device)  # [m]
     for t in range(max_new_tokens):
-        chosen = pick_tokens(logits, uniforms[alive, t], temperature)  # [m]
+        chosen, logprobs[alive, t] = pick_tokens(logits, uniforms[alive, t], temperature)  # [m]
         tokens[alive, t] = chosen
         ended |= torch.isin(chosen, ends)
         if t + 1 == max_new_tokens:
@@ -1248,7 +1253,7 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
         ids, position = chosen[:, None], (prompt_length[alive] + t)[:, None]  # [m, 1]
         seen = mask[:, :L + t + 1] if padded else None
         logits = graph(ids, position, L + t) if graph else forward(ids, seen, position)
-    return tokens
+    return tokens, logprobs
 
 
 class RoomyLayer(DynamicLayer):
@@ -1388,15 +1393,16 @@ def capture_step(model, forward, cache, mask, column: int) -> GraphStep | None:
             layer.column = None
 
 
-def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[n, V] logits, of any dtype -> [n] token ids: draws from softmax(logits / temperature); at 0, the likeliest.
+def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, V] logits, of any dtype -> (token ids, their log-probs), [n] each: draws from softmax(logits / temperature);
+    at 0, the likeliest token, with log-prob 0.
 
     The draw is the first token whose cumulative probability exceeds the uniform number. The cumulative sums are
     float64, because float32 would round the share of rare tokens away. To sum up the whole vocabulary like that would
     be slow, so it is cut into blocks of 512 tokens: their sums tell in which block the draw falls, and how far into it.
     """
     if temperature == 0:
-        return logits.argmax(-1)
+        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device, dtype=torch.float32)
     n, V = logits.shape
     size = min(V, 512)
     if temperature != 1.0:
@@ -1407,13 +1413,15 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
     weights = weights.view(n, -1, size)
     sums = weights.sum(-1).double()  # [n, blocks]
     below = sums.cumsum(-1)
-    threshold = uniforms[:, None] * below[:, -1:]  # [n, 1]
+    total = below[:, -1:]  # [n, 1]
+    threshold = uniforms[:, None] * total
     block = torch.searchsorted(below, threshold, right=True).clamp(max=below.shape[1] - 1)  # clamped for NaN logits
     place = (threshold - F.pad(below, (1, 0)).gather(1, block)) / sums.gather(1, block)  # in the block, 0 to 1
     place = place.clamp(max=1 - 2 ** -53)  # rounding may make it 1, but no cumulative sum exceeds the whole
     below = weights[torch.arange(n, device=block.device), block[:, 0]].cumsum(-1, dtype=torch.float64)  # [n, size]
     token = torch.searchsorted(below, place * below[:, -1:], right=True)
-    return (block * size + token)[:, 0].clamp(max=V - 1)
+    token = (block * size + token).clamp(max=V - 1)  # [n, 1]
+    return token[:, 0], (weights.flatten(1).gather(1, token) / total).log()[:, 0].float()
 
 
 def join_drawn(drawn, pad_id: int):
@@ -1427,7 +1435,8 @@ def join_drawn(drawn, pad_id: int):
     attention_mask = join([r.attention_mask for r in rollouts], 0)
     rollout = Rollout(
         join([r.input_ids for r in rollouts], pad_id), attention_mask, attention_mask[:, L:].bool(),
-        sum((r.completions for r in rollouts), []), torch.cat([r.finished for r in rollouts]))
+        sum((r.completions for r in rollouts), []), torch.cat([r.finished for r in rollouts]),
+        torch.cat([F.pad(r.logprobs, (0, T - t)) for r, (_, t) in zip(rollouts, widths)]))
     return sum(problems, []), rollout, torch.cat(rewards), torch.cat(correct)
 
 
@@ -1774,7 +1783,7 @@ def micro_batches(batch, blocks: list, max_tokens: int):
 def load_reward(cfg, wrong: float = 0.0):
     """--reward -> score(problems, rollout) = (rewards [P, G] float32, correct [P, G] bool), the same on every rank.
 
-    verifier            1 if the last answer equals the gold one, else `wrong` ≤ 0
+    verifier            1 if the last answer equals the gold one and `is_worked_out`, else `wrong` ≤ 0
     FILE.py:FUNCTION    what FUNCTION(prompt, completion, row) returns; correct if it is above 0
     DIRECTORY           the score of that reward model; correct by the verifier, or if above 0 for rows without answer
 
@@ -1789,7 +1798,9 @@ def load_reward(cfg, wrong: float = 0.0):
         elif model_scores and problem.answer is None:
             verdict = model_score
         else:
-            verdict = 1.0 if is_equivalent(extract_answer(completion, closed_only=True), problem.answer) else wrong
+            answer = extract_answer(completion, closed_only=True)
+            right = is_equivalent(answer, problem.answer) and is_worked_out(answer, problem.answer, problem.prompt)
+            verdict = 1.0 if right else wrong
         reward = model_score if model_scores else verdict
         return reward + cfg.format_reward * format_reward(problem.opening + completion), verdict > 0
 
@@ -2511,7 +2522,7 @@ _PHRASE = re.compile(r"""
     ^.* (?: answers? | correct[ ](?:option|choice) )
     (?: ,?[ ](?: \( | (?: to | in | as | expressed | rounded )[ ] ) [^\n:=]{,50} )?
     (?: [ ](?: is | are | (?:should|must|would|will)[ ]be ) (?: [ ](?: simply | just | equal[ ]to | given[ ]by ) )?
-        | [ ]equals | : | [ ]= )
+        | [ ]equals | \**: | [ ]= )
     :? \** \s* (?: \}\s* )?
     (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
     # up to the end of the sentence or a reason: "18 dollars because ..."; whole: "$5! = 120$", "5 sq. ft."
@@ -2624,6 +2635,24 @@ def is_equivalent(prediction, answer) -> bool:
     return False
 
 
+_ARITHMETIC = re.compile(r"[\d)}]\s*(?:[-+*×·−–]|\\times|\\cdot)\s*(?!10\s*\^)[\d({\\$]"  # not 2\times 10^6
+                         r"|\d\s*!|\\[dt]?binom")
+_FORMULA = re.compile(r"[\w)}]\s*[-+*/^]\s*[\w({\\]|\\(?!text|mathrm|[^a-z])")
+
+
+def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
+    """Whether an answer that `is_equivalent` to the gold one is more than the question again, as 57+68 is for "57+68=?"
+    and (x+1)^2 for "Expand (x+1)^2". A policy that may repeat the question learns nothing else.
+
+    Where the gold answer is a plain number, the answer has no sum, product or binomial to work out; and a formula that
+    the prompt contains is no answer, unless the gold one is the same formula.
+    """
+    if _DECIMAL.fullmatch(gold) and _ARITHMETIC.search(answer.rpartition("=")[2]):
+        return False
+    copied = _FORMULA.search(answer) and "".join(answer.split()) in "".join(prompt.split())
+    return not copied or _SPACES.sub("", _clean(answer)) == _SPACES.sub("", _clean(gold))
+
+
 _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
     "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \large \Large \LARGE \huge \! \( \) "
         r"\[ \] \$ $ € £ ₹ ¥ \% % ¢",
@@ -2681,6 +2710,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
      lambda product: re.sub(r"[^\[\],]+", lambda entry: f"{product[1]}({entry[0]})", product[2])),
     # relations: x = \sqrt2 ≈ 1.41 is x = \sqrt2, but x_1 ≈ 1.5 is x_1 = 1.5, like Area: 12
     (r"((?:^|=) ?[-+(.]*(?:\d|\\(?:frac|pi|ln|log|arc)|\\?sqrt|e\^)[^=≈,]*)≈[^,]*$", r"\1"),
+    (r"(?i) ?\((?:or )?(?:≈|about|approximately|approx\.?|roughly)[^()]*\)", ""),  # 5/36 (about 0.139)
     (r"≈|(?<=[a-z]{3}) ?: ", "="),
     # x ∈ [1,2] is [1,2], and (x,y) ∈ {(1,2)} is {(1,2)}, which is (1,2)
     (r"(^|[,∪]) ?(?:\\?[^\W\d]+|\([^()]*\)) ?∈", r"\1"),

@@ -194,21 +194,23 @@ def main(cfg: Config) -> None:
             total_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):
                 logprobs, entropy = token_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [B, T]
+                mask = loss_mask[rows, :T]
                 if update == 0:
                     old_logprobs[rows, :T] = logprobs.detach()
+                    gap = (logprobs - rollout.logprobs[rows, :T]).abs()  # only rounding sets them apart
+                    meter.add(mask.sum(), sampler_gap=common.masked_mean(gap, mask))
                 loss, stats = dapo_loss(
                     logprobs, old_logprobs[rows, :T],
                     advantages[rows], weights[rows, :T],
                     cfg.clip_low, cfg.clip_high)
                 loss.backward()
                 total_loss += loss.detach()
-                mask = loss_mask[rows, :T]
                 meter.add(mask.sum(), entropy=common.masked_mean(entropy, mask), **stats)
             meter.add(1, **run.optimizer_step(policy, optimizer, schedule, total_loss))
 
         # 5. Log.
         metrics = {
-            "loss": 0.0, "grad_norm": 0.0, "clip_fraction": 0.0, "entropy": 0.0,  # without an update
+            "loss": 0.0, "grad_norm": 0.0, "clip_fraction": 0.0, "entropy": 0.0, "sampler_gap": 0.0,  # if no update
             "lr": schedule.get_last_lr()[0],
             "kept_fraction": kept / len(batch), "wasted_groups": max(0, kept - cfg.prompts_per_step),
             "sampled_tokens": int(rollout.lengths.sum()),

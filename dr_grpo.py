@@ -117,15 +117,17 @@ def main(cfg: Config) -> None:
             total_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):
                 logprobs, entropy = token_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [B, T]
+                mask = rollout.mask[rows, :T]
                 if update == 0:
                     old_logprobs[rows, :T] = logprobs.detach()
+                    gap = (logprobs - rollout.logprobs[rows, :T]).abs()  # only rounding sets them apart
+                    meter.add(mask.sum(), sampler_gap=common.masked_mean(gap, mask))
                 loss, stats = dr_grpo_loss(
                     logprobs, old_logprobs[rows, :T],
                     advantages[rows], weights[rows, :T],
                     cfg.clip_eps)
                 loss.backward()
                 total_loss += loss.detach()
-                mask = rollout.mask[rows, :T]
                 meter.add(mask.sum(), entropy=common.masked_mean(entropy, mask), **stats)
             meter.add(1, **run.optimizer_step(policy, optimizer, schedule, total_loss))
 

@@ -127,8 +127,11 @@ def main(cfg: Config) -> None:
             total_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):
                 logprobs, entropy = token_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [B, T]
+                mask = rollout.mask[rows, :T]
                 if update == 0:
                     old_logprobs[rows, :T] = logprobs.detach()
+                    gap = (logprobs - rollout.logprobs[rows, :T]).abs()  # only rounding sets them apart
+                    meter.add(mask.sum(), sampler_gap=common.masked_mean(gap, mask))
                 loss, stats = grpo_loss(
                     logprobs, old_logprobs[rows, :T],
                     ref_logprobs[rows, :T],
@@ -136,7 +139,6 @@ def main(cfg: Config) -> None:
                     cfg.clip_eps, cfg.kl_coef)
                 loss.backward()
                 total_loss += loss.detach()
-                mask = rollout.mask[rows, :T]
                 meter.add(mask.sum(), entropy=common.masked_mean(entropy, mask), **stats)
             meter.add(1, **run.optimizer_step(policy, optimizer, schedule, total_loss))
 

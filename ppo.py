@@ -285,6 +285,7 @@ def main(cfg: Config) -> None:
             "accuracy": correct.float().mean().item(),
             **meter.means(),
             "explained_variance": explained_variance(old_values, returns, rollout.mask),
+            "sampler_gap": common.masked_mean((old_logprobs - rollout.logprobs).abs(), rollout.mask).item(),
             "completion_length": rollout.lengths.float().mean().item(),
             "truncated_fraction": 1 - rollout.finished.float().mean().item(),
             **run.timing(rollout.lengths.sum())}

@@ -729,6 +729,21 @@ def test_sampled_sequences_have_the_models_probability():
         assert abs(len(rows) - N * p) < 5 * math.sqrt(N * p) + 1
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("architecture", ["Qwen2", "GPT2"])
+def test_the_samplers_logprobs_are_those_of_its_distribution(architecture, temperature):
+    """They agree with those that an update computes. A greedy token has no alternative: its log-prob is 0."""
+    model, tokenizer = random_model(architecture)
+    rollout = common.sample(model, tokenizer, PROMPTS, 8, 30, temperature)
+    expected, _ = common.token_logprobs(model, rollout.input_ids, rollout.attention_mask, rollout.mask.shape[1],
+                                        temperature or 1.0)
+    torch.testing.assert_close(rollout.logprobs, expected if temperature else 0 * expected, rtol=1e-4, atol=1e-5)
+
+
+def picked(logits, uniforms) -> torch.Tensor:
+    return common.pick_tokens(logits, uniforms, 1.0)[0]
+
+
 @pytest.mark.parametrize("share", [5e-4, 5e-6])
 def test_rare_tokens_keep_their_share(share):
     """Of 100,000 tokens that make up the share together. A float32 sum near 1 has steps of 6e-8: at 5e-4 it would lose
@@ -736,9 +751,9 @@ def test_rare_tokens_keep_their_share(share):
     logits = torch.full((1, 100_001), math.log(share / 100_000))
     logits[0, 0] = math.log(1 - share)
     uniforms = 1 - share * (torch.arange(200, dtype=torch.float64) + 0.5) / 200  # a grid over these tokens
-    tokens = common.pick_tokens(logits.expand(200, -1), uniforms, 1.0)
+    tokens = picked(logits.expand(200, -1), uniforms)
     assert len(tokens.unique()) == 200
-    assert common.pick_tokens(logits, torch.zeros(1, dtype=torch.float64), 1.0).item() == 0
+    assert picked(logits, torch.zeros(1, dtype=torch.float64)).item() == 0
 
 
 def test_uniform_numbers_have_more_digits_than_float32(monkeypatch):
@@ -753,26 +768,26 @@ def test_uniform_numbers_have_more_digits_than_float32(monkeypatch):
 @pytest.mark.parametrize("offset", [-1000.0, 1000.0])
 def test_a_constant_in_all_logits_changes_no_draw(offset):
     logits, uniforms = torch.tensor([[0.0, 1, 2]] * 3) + offset, torch.tensor([0.05, 0.2, 0.9], dtype=torch.float64)
-    assert common.pick_tokens(logits, uniforms, 1.0).tolist() == [0, 1, 2]  # cumulative: .09, .33, 1
+    assert picked(logits, uniforms).tolist() == [0, 1, 2]  # cumulative: .09, .33, 1
 
 
 def test_a_token_of_one_in_a_billion_can_be_drawn():
     """Two tokens of probability 1 − 2e-9 and e⁻²⁰ = 2e-9: a uniform number above the first one's draws the second."""
     logits = torch.tensor([[0.0, -20.0]] * 2)
     uniforms = torch.tensor([1 - 1e-9, 1 - 4e-9], dtype=torch.float64)
-    assert common.pick_tokens(logits, uniforms, 1.0).tolist() == [1, 0]
+    assert picked(logits, uniforms).tolist() == [1, 0]
 
 
 def test_a_token_of_probability_zero_is_never_drawn():
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]])
     for u in (0.0, 0.25, 0.5, 0.75, 1 - 1e-16):
-        assert common.pick_tokens(logits, torch.tensor([u], dtype=torch.float64), 1.0).item() in (1, 3)
+        assert picked(logits, torch.tensor([u], dtype=torch.float64)).item() in (1, 3)
 
 
 @pytest.mark.parametrize("size", [5, 1000])
 def test_a_broken_policy_still_gives_token_ids(size):
     """The NaN loss should end the run, with a message. An index error in sampling would come first and hide it."""
-    tokens = common.pick_tokens(torch.full((4, size), math.nan), torch.rand(4, dtype=torch.float64), 1.0)
+    tokens = picked(torch.full((4, size), math.nan), torch.rand(4, dtype=torch.float64))
     assert ((0 <= tokens) & (tokens < size)).all()
 
 
@@ -938,13 +953,14 @@ def test_rollouts_of_two_widths_are_joined():
                            r.input_ids[i][r.attention_mask[i].bool()])
         assert torch.equal(joined.input_ids[row, -T:][joined.mask[row]], r.input_ids[i, -r.mask.shape[1]:][r.mask[i]])
         assert joined.completions[row] == r.completions[i] and joined.finished[row] == r.finished[i]
+        assert torch.equal(joined.logprobs[row][joined.mask[row]], r.logprobs[i][r.mask[i]])
         assert joined.attention_mask[row, -T - 1] == 1  # the prompt ends where the completion begins
 
 
 def test_joined_verdicts_are_not_signs_of_rewards():
     """`correct` is the verifier's verdict. The sign of a reward may differ, because of a format bonus or a penalty."""
     ids = torch.ones(2, 3, dtype=torch.long)
-    rollout = common.Rollout(ids, ids, ids[:, :1].bool(), ["a", "b"], ids[:, 0].bool())
+    rollout = common.Rollout(ids, ids, ids[:, :1].bool(), ["a", "b"], ids[:, 0].bool(), torch.zeros(2, 1))
     correct = torch.tensor([[True, False]])
     assert torch.equal(common.join_drawn([(["p"], rollout, torch.tensor([[-0.5, 0.5]]), correct)], 0)[3], correct)
 
@@ -972,13 +988,13 @@ def test_draws_are_exact():
     for first in (200, 700, 1600):  # in the first likely token's block, between the two, and after both
         wanted = torch.arange(first, first + 100)
         uniforms = (weights[wanted - 1] + weights[wanted]) / 2 / weights[-1]  # the middle of each token's share
-        late = common.pick_tokens(logits.expand(len(wanted), -1), uniforms, 1.0) - wanted
+        late = picked(logits.expand(len(wanted), -1), uniforms) - wanted
         assert (late == late[0]).all() and abs(late[0]) * 5e-9 < 2.4e-7
     logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(0))
     weights = (logits - logits.amax()).exp().double().cumsum(-1)[0]
     wanted = torch.arange(1, 3000)
     uniforms = (weights[wanted - 1] + weights[wanted]) / 2 / weights[-1]
-    assert torch.equal(common.pick_tokens(logits.expand(len(wanted), -1), uniforms, 1.0), wanted)
+    assert torch.equal(picked(logits.expand(len(wanted), -1), uniforms), wanted)
 
 
 def test_no_block_without_probability():
@@ -986,7 +1002,7 @@ def test_no_block_without_probability():
     logits = torch.full((1, 1600), -math.inf)
     logits[0, 600:1000] = 0.0
     for u in (0.0, 0.5, 1 - 2 ** -53):
-        assert 600 <= common.pick_tokens(logits, torch.tensor([u], dtype=torch.float64), 1.0).item() < 1000
+        assert 600 <= picked(logits, torch.tensor([u], dtype=torch.float64)).item() < 1000
 
 
 def test_no_draw_beyond_the_last_token():
@@ -995,7 +1011,7 @@ def test_no_draw_beyond_the_last_token():
     logits = torch.randn(4000, 600) * 10
     logits[:, 512:] = -math.inf
     uniforms = torch.full((4000,), 1 - 2 ** -53, dtype=torch.float64)
-    assert (common.pick_tokens(logits, uniforms, 1.0) < 512).all()
+    assert (picked(logits, uniforms) < 512).all()
 
 
 def test_rows_fit_by_the_models_head_width(monkeypatch):
@@ -1319,6 +1335,13 @@ def test_the_reward_is_for_a_closed_answer():
     score = common.load_reward(SimpleNamespace(reward="verifier", format_reward=0))
     rewards, _ = score([common.Problem("5+7=?", [], "12", {})], rollout_of("<answer>12", "<answer>12</answer>"))
     assert rewards.tolist() == [[0, 1]] and common.extract_answer("<answer>12") == "12"
+
+
+def test_the_question_earns_no_reward():
+    score = common.load_reward(SimpleNamespace(reward="verifier", format_reward=0), wrong=-1.0)
+    rewards, correct = score([common.Problem("5+7=?", [], "12", {})],
+                             rollout_of("<answer>5+7</answer>", "<answer>7+5</answer>", "<answer>5+7=12</answer>"))
+    assert rewards.tolist() == [[-1, -1, 1]] and correct.tolist() == [[False, False, True]]
 
 
 def test_what_a_reward_function_is_given(tmp_path):

@@ -678,7 +678,8 @@ def test_a_run_as_on_one_gpu_agrees_with_float32_and_resumes(script, small, whol
     """
     expected, _ = outcome(whole_run(script))
     graph_steps = request.getfixturevalue("one_gpu")
-    for name, *flags in (["whole", 2], ["resumed", 1], ["resumed", 2, "--resume"]):
+    for name, *flags in (["whole", 2], ["resumed", 1], ["resumed", 2, "--resume"],
+                         ["recomputed", 1, "--gradient_checkpointing"]):
         done = run_script(*small(script), "--eval_every", 1, "--output_dir", tmp_path / name, "--steps", *flags)
         assert done.returncode == 0, done.stderr
     assert_same_outcome(tmp_path / "whole", tmp_path / "resumed")
@@ -686,6 +687,9 @@ def test_a_run_as_on_one_gpu_agrees_with_float32_and_resumes(script, small, whol
     for step in (0, 1):
         first = {name: metrics[step][name] for name in expected[step]}
         assert first == pytest.approx(expected[step], rel=0.3, abs=0.15)
+    recomputed = read_metrics(tmp_path / "recomputed")[1]
+    assert recomputed["grad_norm"] == pytest.approx(metrics[1]["grad_norm"], rel=0.02)
+    assert metrics[1].get("sampler_gap", 0) < 0.002  # log-probs of a forward pass, and of one that decodes
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     assert bool(graph_steps) == (script in ("grpo", "ppo"))  # the others sample nothing
 

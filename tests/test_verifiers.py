@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from common import extract_answer, format_reward, is_equivalent
+from common import extract_answer, format_reward, is_equivalent, is_worked_out
 
 
 @pytest.mark.parametrize("text, answer", [
@@ -57,6 +57,7 @@ from common import extract_answer, format_reward, is_equivalent
     ("The answer, as a common fraction, is 1/2.", "1/2"), ("The answer rounded to the nearest ten is 60.", "60"),
     ("The answer is given by 5.", "5"), ("The answer will be 18.", "18"), ("The answer is just 6.", "6"),
     ("### Final Answer\n\nShe makes **$18** a day.", "She makes $18 a day."),
+    ("**Answer**: It takes 5 hours.", "It takes 5 hours"),
     ("# Answer\n\nNobody knows.", None), ("<answer>9*2=18\n#### 18</answer>", "18"), ("A: 18</answer> So", "18"),
     ("<answer>18</answer>(</answer>", "18</answer>("),  # which equals no number
     ("<answer>\nAnswer: 18</answer>", "18"), ("Answer: <answer>18</answer>", "18"),
@@ -213,7 +214,7 @@ SAME = [
     ("(\\textbf{E})\\ 12", "E"), ("\\begin{cases}x=2,\\\\ y=-1\\end{cases}", "x=2, y=-1"), ("3{:}55", "3:55"),
     ("A^{-1} = \\begin{pmatrix} 1 & 2 \\end{pmatrix}", "\\begin{pmatrix} 1 & 2 \\end{pmatrix}"),
     ("\\ln 2 \\approx 0.693", "\\ln 2"), ("6e^{i3\\pi/2}", "-6i"), ("\\log 10^3", "3"), ("1,000, 2,000", "1000, 2000"),
-    ("{1\\over2}", "\\frac12")]
+    ("{1\\over2}", "\\frac12"), ("5/36 (approximately 0.139)", "\\frac{5}{36}")]
 
 
 @pytest.mark.parametrize("a, b", SAME)
@@ -320,6 +321,21 @@ def test_no_text_raises_or_takes_long(text):
     thread.start()
     thread.join()
     assert len(slowest) == 5 and max(slowest) < 0.5
+
+
+@pytest.mark.parametrize("answer, gold, prompt, worked_out", [
+    ("125", "125", "57+68=?", True), ("57+68", "125", "57+68=?", False), ("68 + 57", "125", "57+68=?", False),
+    ("57+68=125", "125", "57+68=?", True), ("9 - 7", "2", "", False), ("$9 - $7", "2", "", False), ("-5", "-5", "", True),
+    ("5 \\cdot 25", "125", "", False), ("2\\times 10^6", "2000000", "", True), ("2 1/2", "2.5", "", True),
+    ("5!", "120", "How many ways?", False), ("\\dbinom{31}{28}", "4495", "", False), ("2^5", "32", "", True),
+    ("2^5", "32", "What is $2^5$?", False), ("\\sqrt{16}", "4", "Find $\\sqrt{16}$.", False),
+    ("(x + 1)^2", "x^2+2x+1", "Expand $(x+1)^2$.", False), ("1+2x+x^2", "x^2+2x+1", "Expand $(x+1)^2$.", True),
+    ("\\frac{6}{8}", "\\frac34", "Simplify $\\frac{6}{8}$.", False), ("1/2", "0.5", "1/2 as a decimal?", False),
+    ("\\frac{3}{4}", "\\frac34", "Which is it, $\\frac{3}{4}$ or $\\frac{4}{3}$?", True),  # the gold answer itself
+    ("5\\text{ cm}", "5", "A square has sides of $5\\text{ cm}$.", True), ("30^\\circ", "30", "$30^\\circ$", True),
+    ("18 apples", "18", "He has 18 apples.", True), ("$18", "18", "He has $18.", True), ("(0, 1)", "(0,1)", "(0, 1)", True)])
+def test_the_question_is_no_answer(answer, gold, prompt, worked_out):
+    assert is_equivalent(answer, gold) and is_worked_out(answer, gold, prompt) == worked_out
 
 
 @pytest.mark.parametrize("text, reward", [
