@@ -251,6 +251,29 @@ def test_a_whole_run_learns_and_its_model_loads(tmp_path):
     assert rollout.completions[0].startswith("<think>") and rollout.finished.all()
 
 
+def test_another_sampler_may_take_the_place_of_sample(tmp_path, monkeypatch):
+    """Here transformers' `generate`. `sampler_gap` shows that its log-probs are those of the policy."""
+    def generate(policy, tokenizer, prompts, group_size, max_new_tokens, temperature):
+        rows = [prompt for prompt in prompts for _ in range(group_size)]
+        batch = common.collate(rows, [[]] * len(rows), tokenizer.pad_token_id)
+        out = policy.generate(input_ids=batch.input_ids, attention_mask=batch.attention_mask, do_sample=True, top_k=0,
+                              max_new_tokens=max_new_tokens, temperature=temperature, return_dict_in_generate=True,
+                              output_logits=True)
+        tokens = out.sequences[:, batch.input_ids.shape[1]:]
+        logprobs = (torch.stack(out.logits, 1) / temperature).log_softmax(-1).gather(2, tokens[:, :, None])[:, :, 0]
+        is_end = tokens == tokenizer.eos_token_id
+        mask = is_end.cumsum(1) - is_end.int() == 0  # up to the first end
+        return common.Rollout(
+            out.sequences, torch.cat([batch.attention_mask, mask.long()], 1), mask,
+            tokenizer.batch_decode(tokens, skip_special_tokens=True), is_end.any(1), logprobs.where(mask, 0))
+    monkeypatch.setattr(grpo, "sample", generate)
+    done = run_script("grpo.py", "--steps", 2, "--temperature", 0.9, "--eval_every", 100, "--output_dir",
+                      tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    first = read_metrics(tmp_path / "run")[1]
+    assert 0.2 < first["accuracy"] < 0.8 and first["sampler_gap"] < 1e-5
+
+
 def test_the_reward_function_of_the_readme(tmp_path):
     """reward.py as printed there: correct + 0.5·(share of sound steps) − 0.3·len/100 − 0.5, for text of any form."""
     code = (ROOT / "README.md").read_text().split("```python\n# reward.py")[1].split("```")[0]
