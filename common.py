@@ -2594,7 +2594,7 @@ def format_reward(text) -> float:
     return float(once and bool(re.fullmatch(r"<think>.*</think>\s*<answer>.*</answer>", text, re.S)))
 
 
-_DECIMAL = re.compile(r"-?\d*\.?\d+", re.ASCII)
+_DECIMAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)", re.ASCII)
 # A choice together with what it stands for: (D) 5, D. 5; not (A) B, (A) or B, nor (A) 5, (B) 6
 _OPTION = re.compile(r"[(\[]? ?([A-E]) ?[)\].:]+ (?! *,|(?:.*\W)?[A-E](?:\W*$|[).:\]]))(.+)")
 _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; nothing that may change the number

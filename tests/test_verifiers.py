@@ -291,7 +291,7 @@ def test_another_answer(a, b):
 
 
 HOSTILE = [
-    "9" * 10 ** 6, "{" * 10 ** 5, "\\boxed{" * 10 ** 4, "<answer>" * 10 ** 4, "\\frac" * 10 ** 4, "9^9^9^9", "9**9**9",
+    "9" * 10 ** 6, "1" * 20_000 + "!", "{" * 10 ** 5, "\\boxed{" * 10 ** 4, "<answer>" * 10 ** 4, "\\frac" * 10 ** 4, "9^9^9^9", "9**9**9",
     "10^10^10", "(" * 5000, "1e999999999", "99!!!!!!", "!" * 1000, "x^" * 150, "\\sqrt" * 90, "," * 399, "1," * 190,
     "(1," * 100, "\ud800\udfff", "\x00", "９９", "A:" * 10 ** 4, "Answer: " * 2000, "the answer is " * 1500, "-" * 399,
     "|" * 399, "[(" * 199, "\\begin{pmatrix}" * 20, "\\infty-\\infty", "1±" * 100, "x=x=x", "<" * 300, "\\log" * 90,
@@ -312,7 +312,8 @@ def test_no_text_raises_or_takes_long(text):
     """Every call takes bounded time, in any thread. It should be 50 ms; half a second allows for slow test machines."""
     def all_of_them():
         for call in (lambda: extract_answer(text), lambda: is_equivalent(text, "5"), lambda: is_equivalent("5", text),
-                     lambda: is_equivalent(text[:400], text[:399] + "1"), lambda: format_reward(text)):
+                     lambda: is_equivalent(text[:400], text[:399] + "1"), lambda: format_reward(text),
+                     lambda: is_worked_out(text, "5", text), lambda: is_worked_out(text, text, text)):
             began = time.perf_counter()
             call()
             slowest.append(time.perf_counter() - began)
@@ -320,7 +321,7 @@ def test_no_text_raises_or_takes_long(text):
     thread = threading.Thread(target=all_of_them)
     thread.start()
     thread.join()
-    assert len(slowest) == 5 and max(slowest) < 0.5
+    assert len(slowest) == 7 and max(slowest) < 0.5
 
 
 @pytest.mark.parametrize("answer, gold, prompt, worked_out", [
