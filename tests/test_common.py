@@ -54,7 +54,7 @@ def test_logprobs_and_entropy_are_those_of_each_row_alone(architecture):
         assert (logprobs[row, n:] == 0).all() and (entropy[row, n:] == 0).all()
 
 
-@pytest.mark.parametrize("changes", [{"logit_scale": 0.25}, {"logits_scaling": 4.0}, {}])
+@pytest.mark.parametrize("changes", [{"logit_scale": 0.3}, {"logits_scaling": 3.0}, {}])
 def test_a_scaled_or_biased_head_is_exact(changes):
     """Cohere multiplies its logits by a factor, Granite divides them, and Phi's head has a bias."""
     architecture = {"logit_scale": "Cohere", "logits_scaling": "Granite"}.get(next(iter(changes), None), "Phi")
@@ -107,6 +107,16 @@ def test_a_head_that_is_off_by_a_little_is_not_sliced():
     model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * 1.002)
     with pytest.warns(UserWarning, match="not a plain head"):
         assert not common.head_is_sliceable(model)
+
+
+def test_running_out_of_memory_does_not_make_a_plain_head_look_like_another(monkeypatch):
+    """Full logits would take even more."""
+    def head_logits(*args):
+        raise torch.OutOfMemoryError
+    monkeypatch.setattr(common, "head_logits", head_logits)
+    model, _ = random_model("Qwen2")
+    with pytest.raises(torch.OutOfMemoryError):
+        common.head_is_sliceable(model)
 
 
 def test_dropout_does_not_make_a_plain_head_look_like_another(recwarn):
@@ -207,6 +217,14 @@ def test_slices_of_a_single_column(monkeypatch):
     whole = common.token_logprobs(model, ids, torch.ones_like(ids), 2)[0]
     logp = model(ids).logits[0, :2].log_softmax(-1)
     torch.testing.assert_close(whole[0], logp.gather(1, ids[0, 1:, None])[:, 0])
+
+
+def test_the_log_probs_of_a_rollout_keep_no_graph():
+    """It would hold the activations of every micro-batch until the end of the step."""
+    model, tokenizer = random_model("Qwen2")
+    rollout = common.sample(model, tokenizer, PROMPTS, 1, 4)
+    logprobs = common.rollout_logprobs(model, rollout, [[0, 1, 2]], 100, 1.0)
+    assert logprobs.any() and not logprobs.requires_grad
 
 
 # ------------------------------------------------------------------------------------------------- micro-batches
@@ -419,6 +437,17 @@ def test_no_rank_idles_while_there_are_enough_blocks(monkeypatch):
     assert sorted(sizes) == [1, 1, 1, 2]
 
 
+def test_the_micro_batch_with_most_rows_is_halved(monkeypatch):
+    """A row of 40 tokens and then four of 3: for three ranks, the four are divided. The long row can not be."""
+    batch = common.collate([[5]] * 5, [[7] * 39, *([6, i] for i in range(4))], 0)
+    monkeypatch.setattr(common, "world_size", lambda: 3)
+    dealt = []
+    for rank in range(3):
+        monkeypatch.setattr(common, "rank", lambda: rank)
+        dealt += [rows.tolist() for rows, *_ in common.micro_batches(batch, list(range(5)), 40)]
+    assert dealt == [[0], [1, 2], [3, 4]]
+
+
 @pytest.mark.parametrize("max_tokens", [1, 20, 10_000])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_rank_gets_as_many_of_several_micro_batches(ranks, max_tokens, monkeypatch):
@@ -439,7 +468,13 @@ def test_recomputed_activations_share_nothing(monkeypatch):
     cfg = SimpleNamespace(freeze_layers=0, gradient_checkpointing=True, lr=1e-4, steps=1, lr_schedule="constant",
                           warmup_steps=0)
     common.make_optimizer(model, cfg)
-    torch.testing.assert_close(common.token_logprobs(model, ids, mask, completion.shape[1])[0], expected)
+    read = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: read.append(1))
+    logprobs = common.token_logprobs(model, ids, mask, completion.shape[1])[0]
+    torch.testing.assert_close(logprobs, expected)
+    assert len(read) == 1
+    logprobs.sum().backward()
+    assert len(read) == 2  # they are recomputed
 
 
 def test_several_ranks_share_nothing(monkeypatch):
@@ -866,6 +901,14 @@ def test_for_token_ids_a_tokenizer_needs_only_its_ends_and_decoding():
     assert torch.equal(*(rollout.input_ids for rollout in rollouts))
 
 
+def test_token_ids_may_be_a_tensor():
+    """As a tokenizer returns them under input_ids."""
+    model, tokenizer = random_model("Qwen2")
+    prompts = [[7, 8, 9], [7, 8, 10]]
+    rollouts = [common.sample(model, tokenizer, ids, 1, 8, greedy=True) for ids in (prompts, torch.tensor(prompts))]
+    assert torch.equal(*(rollout.input_ids for rollout in rollouts))
+
+
 def test_what_a_tokenizer_returns_is_no_prompt():
     """Its keys would be read as strings."""
     model, tokenizer = random_model("Qwen2")
@@ -995,6 +1038,13 @@ def test_draws_are_exact():
     wanted = torch.arange(1, 3000)
     uniforms = (weights[wanted - 1] + weights[wanted]) / 2 / weights[-1]
     assert torch.equal(picked(logits.expand(len(wanted), -1), uniforms), wanted)
+
+
+def test_logits_in_bfloat16_are_divided_by_the_temperature_in_float32():
+    """As for the log-probs. In bfloat16 the quotients would have three digits."""
+    logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(0)).bfloat16().expand(1000, -1)
+    uniforms = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    assert torch.equal(*(common.pick_tokens(x, uniforms, 0.7)[0] for x in (logits, logits.float())))
 
 
 def test_no_block_without_probability():
@@ -1298,6 +1348,19 @@ def test_a_share_of_the_layers_is_rounded_down():
     assert frozen == [True, False]
 
 
+def test_a_schedule_counts_updates_and_not_steps():
+    """Two steps with two minibatches, each read twice, make eight updates. Over these the rate falls to 0."""
+    model, _ = random_model("Qwen2")
+    cfg = grpo.Config(steps=2, minibatches=2, updates_per_batch=2, lr=8.0, lr_schedule="linear")
+    optimizer, schedule = common.make_optimizer(model, cfg)
+    rates = []
+    for _ in range(9):
+        rates += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx([8, 7, 6, 5, 4, 3, 2, 1, 0])
+
+
 def test_weights_do_not_decay():
     """With a gradient of 0, AdamW leaves a weight as it is."""
     model, _ = random_model("Qwen2")
@@ -1386,6 +1449,22 @@ def test_a_reward_model_reads_the_prompt_in_its_own_template():
     assert tokenizer.decode(batch.input_ids[0]) == "0=1=2<eos>"
 
 
+def test_a_reward_model_reads_an_answer_as_its_template_writes_one():
+    """Between a lead, as Qwen3's empty thought, and the token that ends a turn, here <unk>, if it is finished. Even an
+    empty completion has a token to read the score at: the last one of its prompt."""
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = ("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}={% endfor %}"
+                               "{% if not add_generation_prompt %}-{{ messages[-1]['content'] }}<unk>{% endif %}")
+    problem = common.Problem("1", [], None, {"prompt": "1"})
+    rollout = common.Rollout(None, None, torch.ones(2, 1), ["2", "3"], torch.tensor([True, False]))
+    batch = common.retokenize([problem] * 2, rollout, tokenizer, "none")
+    texts = [tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(batch.input_ids, batch.attention_mask)]
+    assert texts == ["1=-2<unk>", "1=-3"]
+    rollout = common.Rollout(None, None, torch.ones(1, 1), [""], torch.tensor([False]))
+    tokenizer.chat_template = None
+    assert common.retokenize([problem], rollout, tokenizer, "none").mask.tolist() == [[True]]
+
+
 def test_accuracy_avg_and_pass(monkeypatch):
     calls = []
     def sample(policy, tokenizer, prompts, group_size, max_new_tokens, temperature=1.0, greedy=False):
@@ -1403,7 +1482,7 @@ def test_accuracy_avg_and_pass(monkeypatch):
 
 
 def test_a_step_without_signal_is_named(capsys):
-    common.warn_without_signal(3, torch.tensor([0.0, 1.0]))
+    common.warn_without_signal(3, torch.tensor([-1.0, 1.0]))
     assert not capsys.readouterr().err
     common.warn_without_signal(3, torch.zeros(2))
     assert "step 3" in capsys.readouterr().err

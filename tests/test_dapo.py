@@ -163,7 +163,8 @@ def test_an_answer_far_from_the_cut_is_not_punished(tmp_path):
 def fake_sampler(kinds):
     """A `roll_out` for dynamic_sampling, and the list of the counts it is asked for.
 
-    The group of prompt i is all right ("1"), all wrong ("0") or mixed ("m"), as kinds[i] says; kinds repeats.
+    The group of prompt i is all right ("1"), all wrong ("0") or mixed ("m"), as kinds[i] says; kinds repeats. Rewards
+    say nothing of that: with a reward model or a format bonus, a wrong completion may have one above 0.
     """
     asked, groups = [], {"1": [True, True], "0": [False, False], "m": [True, False]}
 
@@ -171,7 +172,7 @@ def fake_sampler(kinds):
         first = sum(asked)
         asked.append(count)
         correct = torch.tensor([groups[kinds[i % len(kinds)]] for i in range(first, first + count)])
-        return list(range(first, first + count)), None, correct.float(), correct
+        return list(range(first, first + count)), None, torch.ones(correct.shape), correct
     return roll_out, asked
 
 
@@ -219,7 +220,8 @@ def test_no_uninformative_group_is_trained_on(kinds):
 # ------------------------------------------------------------------------------------------------------ whole runs
 
 @pytest.mark.parametrize("average, switches", [
-    ("token", ["--overlong_filtering"]), ("prompt", ["--overlong_filtering"]), ("sequence", ["--no_dynamic_sampling"])])
+    ("token", ["--overlong_filtering"]), ("prompt", ["--overlong_filtering"]),
+    ("sequence", ["--no_dynamic_sampling", "--no_divide_by_std"])])
 def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path, monkeypatch):
     """Algorithm 1 of DAPO, one completion at a time: P = 6, G = 4, ε = .01 and .06, L_max = 21, L_cache = 4.
 
@@ -242,7 +244,9 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
         right = torch.tensor([float(is_right(*one)) for one in drawn])
         rewards = 2 * right - 1 - (lengths - 17).clamp(min=0) / 4  # eq. 7 and 13
         groups = rewards.view(-1, 4)  # one row per prompt
-        advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)  # eq. 9
+        advantages = groups - groups.mean(1, keepdim=True)
+        if "--no_divide_by_std" not in switches:
+            advantages = advantages / (groups.std(1, keepdim=True) + 1e-6)  # eq. 9
         advantages = advantages.flatten()
         mixed = [p for p, group in enumerate(right.view(-1, 4)) if 0 < group.sum() < 4]  # eq. 11
         prompts = range(6) if "--no_dynamic_sampling" in switches else mixed[:6]
@@ -290,15 +294,17 @@ def test_few_rows_make_few_updates(minibatches, tmp_path, monkeypatch):
 
 def test_without_an_informative_group_the_step_makes_no_update(tmp_path):
     """No reward is above 0, so no group has a right answer: the step gives up, says so, logs a loss and gradient of 0,
-    and the run goes on, with its warm-up where it was. The rewards differ, but a completion that is left out gets no
-    advantage."""
-    (tmp_path / "reward.py").write_text("def never(prompt, completion, row):\n    return -len(completion) - 1.0\n")
+    and the run goes on, with its warm-up where it was. The rewards differ within a group too, but a completion that is
+    left out gets no advantage."""
+    (tmp_path / "reward.py").write_text("import random\n\ndef never(prompt, completion, row):\n"
+                                        "    return -random.random()\n")
     done = run_script("dapo.py", "--steps", 2, "--prompts_per_step", 2, "--group_size", 2, "--eval_every", 100,
                       "--max_generation_batches", 2, "--reward", f"{tmp_path / 'reward.py'}:never", "--output_dir",
                       tmp_path / "run", "--warmup_steps", 2)
     assert done.returncode == 0 and "0 of 4 groups" in done.stderr and "rewards teach nothing" in done.stderr, done.stderr
     samples = [json.loads(line) for line in open(tmp_path / "run" / "samples.jsonl")]
-    assert len({sample["reward"] for sample in samples}) > 1 and all(sample["advantage"] == 0 for sample in samples)
+    assert len({sample["reward"] for sample in samples}) == len(samples)
+    assert all(sample["advantage"] == 0 for sample in samples)
     steps = read_metrics(tmp_path / "run")[1:]
     names = "grad_norm", "loss", "kept_fraction", "clip_fraction", "entropy", "lr"
     assert [[step[name] for name in names] for step in steps] == [[0] * 6] * 2

@@ -498,6 +498,14 @@ def test_an_empty_prompt_is_left_out(capsys):
     assert "left out 1 of 2" in capsys.readouterr().err
 
 
+def test_a_prompt_leaves_room_for_an_answer():
+    """For one token at least, where there is no --max_new_tokens."""
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.model_max_length = 5
+    problems = [common.Problem("1" * n, [], "2", {}) for n in (4, 5)]
+    assert common.encode_prompts(problems, tokenizer, encode_config(), "--data") == problems[:1]
+
+
 def test_a_template_may_open_the_thinking():
     tokenizer = common.tiny_tokenizer()
     tokenizer.chat_template = "{{ messages[-1]['content'] }}<think>{{ '\\n' }}"  # one at its own end would be dropped
@@ -530,6 +538,8 @@ def test_a_prompt_beside_conversations_of_several_turns():
         assert common.read_preference({"prompt": prompt, **rest}).prompt == turns
     complete = [{"role": "system", "content": "0"}, *turns]
     assert common.read_preference({"prompt": complete, **rest}).prompt == complete
+    whole = {name: [complete[0], *conversation] for name, conversation in rest.items()}
+    assert common.read_preference({"prompt": complete[:2], **whole}).prompt == complete  # one system message, not two
     spaced = [{**turn, "content": turn["content"] + " ", "id": 7} for turn in rest["rejected"]]
     assert common.read_preference({"prompt": "1", **rest, "rejected": spaced}).answers == ["a", "b "]
     with pytest.raises(ValueError, match="want conversations that end with an answer"):

@@ -103,8 +103,9 @@ def test_every_update_is_that_of_the_plain_algorithm(reference_free, tmp_path, m
              "rejected": common.worked_answer(row["prompt"], draw, 0, 1)}
             for row in common.arithmetic_rows(2, "train")[:8]]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    held_out.write_text("".join(
-        json.dumps({**row, "chosen": row["rejected"], "rejected": row["chosen"]}) + "\n" for row in rows[:5]))
+    others = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows[:5]]
+    others.append({**rows[5], "chosen": "1"})  # training makes the rejected answer rarer, but "1" is rarer still
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in others))
     steps = record_run(
         monkeypatch, "dpo.py", tmp_path / "run", "--data", path, "--eval_data", held_out, "--steps", 3,
         "--pairs_per_step", 6, "--beta", 0.3, "--label_smoothing", 0.1, "--temperature", 0.8, "--lr", 1e-4,
@@ -143,7 +144,8 @@ def test_every_update_is_that_of_the_plain_algorithm(reference_free, tmp_path, m
     if not reference_free:  # before the first step, policy and reference are equal, so all pairs tie
         assert read_metrics(tmp_path / "run")[0]["eval_pair_accuracy"] == 0.5
     in_order = [float(margin(pair) > 0) for pair in common.read_preferences(str(held_out))]
-    assert step.metrics["eval_pair_accuracy"] == sum(in_order) / 5
+    assert step.metrics["eval_pair_accuracy"] == pytest.approx(sum(in_order) / 6)
+    assert in_order[-1] == (not reference_free)
 
 
 @pytest.mark.parametrize("reference_free", [False, True])

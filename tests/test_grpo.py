@@ -101,6 +101,13 @@ def test_on_policy_the_gradient_is_the_policy_gradient():
     assert stats["clip_fraction"] == 0
 
 
+def test_the_logged_kl_is_a_mean_over_tokens_without_padding():
+    """π_ref/π = 2 at the only token: 2 − ln 2 − 1 = .3069."""
+    logprobs, ref_logprobs = torch.zeros(1, 2), torch.full((1, 2), math.log(2))
+    _, stats = grpo.grpo_loss(logprobs, logprobs, ref_logprobs, torch.zeros(1), torch.tensor([[1.0, 0.0]]), 0.2, 0.04)
+    assert stats["kl"].item() == pytest.approx(1 - math.log(2))
+
+
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e38])
 def test_nothing_under_the_mask_matters(garbage):
     torch.manual_seed(0)

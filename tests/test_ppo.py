@@ -142,10 +142,10 @@ def test_advantages_too_small_to_be_squared_are_not_divided_by_0():
 
 
 def test_equal_advantages_are_exactly_zero_beside_padding():
-    """Below 0 too, where the padding is larger than they are."""
+    """Below 0 too, where the padding, which is 0 after `gae`, is larger than they are."""
     mask = (torch.arange(8) < 6).expand(3, 8)  # the mean of 18 times 0.1 rounds
     for value in (0.1, -0.1):
-        assert (ppo.whiten(torch.full((3, 8), value), mask) == 0).all()
+        assert (ppo.whiten(torch.full((3, 8), value).where(mask, 0.0), mask) == 0).all()
 
 
 # ------------------------------------------------------------------------------------------------ weights and loss
@@ -243,6 +243,8 @@ def test_explained_variance_by_hand():
     assert ppo.explained_variance(returns, torch.ones(1, 4), mask) == 0.0  # the returns are all equal
     rounded = torch.ones(1, 4) + torch.tensor([0, 1e-7, 0, 0])
     assert ppo.explained_variance(returns, rounded, mask) == 0.0  # but for rounding
+    large = torch.tensor([[1e3, -1e3, 1e3, 0]])  # returns are advantages plus these, and round like them
+    assert ppo.explained_variance(large, torch.tensor([[0, 1e-4, 0, 0]]), mask) == 0.0
 
 
 def test_the_kl_controller_by_hand():
@@ -409,6 +411,20 @@ def test_a_reward_model_reads_the_sampled_tokens_at_the_last_of_them(tmp_path, p
     problems[1].answer = None  # without an answer, what is correct is what scores above 0
     rewards, correct = common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
     assert torch.equal(correct, torch.stack([expected[0] > 0, rewards[1] > 0])) and 0 < correct[1].sum() < 4
+
+
+def test_what_does_not_fit_into_a_reward_models_context_is_refused(tmp_path, policy_directory):
+    save_reward_model(tmp_path / "rm")
+    problems, rollout = problems_and_rollout(policy_directory)
+    longest, config = int(rollout.attention_mask.sum(1).max()), tmp_path / "rm" / "config.json"
+    saved = json.loads(config.read_text())
+    for context in (longest, longest - 1):
+        config.write_text(json.dumps({**saved, "max_position_embeddings": context}))
+        score = common.load_reward(reward_config(tmp_path / "rm", policy_directory))
+        if context == longest:
+            score(problems, rollout)
+    with pytest.raises(common.UserError, match=f"its context is {longest - 1} tokens, a sequence has {longest}"):
+        score(problems, rollout)
 
 
 def test_copies_of_a_completion_get_one_score(tmp_path, policy_directory, monkeypatch):
@@ -616,6 +632,7 @@ def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, mi
         expected = {
             "reward": sum(scores) / 12, "accuracy": sum(right) / 12, "clip_fraction": torch.cat(clipped).float().mean(),
             "value_clip_fraction": torch.cat(value_clipped).float().mean(), "entropy": torch.cat(entropies).mean(),
+            "truncated_fraction": (~finished).float().mean(),
             "explained_variance": 1 - (all_returns - all_values).var(correction=0) / all_returns.var(correction=0)}
         for name in ("loss", "grad_norm", "lr"):
             expected[f"value_{name}"] = sum(update[name] for update in value_updates) / len(value_updates)
@@ -634,7 +651,8 @@ def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, mi
 def test_completions_without_eos_get_their_score_and_the_kl_coefficient_survives_a_resume(tmp_path):
     """Four steps in one run, and in two runs of two steps, log the same numbers."""
     flags = ["--prompts_per_step", 8, "--max_new_tokens", 8, "--missing_eos_score", "-2.5", "--kl_target", 0.01,
-             "--updates_per_batch", 1, "--save_every", 1, "--lr", 1e-3, "--eval_data", few_problems(tmp_path)]
+             "--updates_per_batch", 1, "--save_every", 1, "--lr", 1e-3, "--warmup_steps", 3, "--eval_data",
+             few_problems(tmp_path)]
     whole = run_script("ppo.py", "--steps", 4, "--output_dir", tmp_path / "whole", *flags)
     assert whole.returncode == 0, whole.stderr
     expected = read_metrics(tmp_path / "whole")
@@ -646,7 +664,7 @@ def test_completions_without_eos_get_their_score_and_the_kl_coefficient_survives
                           *["--resume"] * (steps == 4))
         assert part.returncode == 0, part.stderr
     for a, b in itertools.zip_longest(expected, read_metrics(tmp_path / "parts")):
-        for name in ("reward", "kl", "kl_coef", "loss", "value_loss", "explained_variance"):
+        for name in ("reward", "kl", "kl_coef", "loss", "lr", "value_loss", "value_lr", "explained_variance"):
             assert a.get(name) == b.get(name)
 
 

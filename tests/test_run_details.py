@@ -260,6 +260,13 @@ def test_time_tokens_and_memory():
     assert 100 < timing["peak_memory_mb"] < 100_000  # importing torch takes more than 100
 
 
+def test_the_time_of_a_step_begins_with_the_step():
+    run = FakeRun(grpo.Config(steps=3))
+    run.device, run.next_step = torch.device("cpu"), 1
+    began = [run.began for _ in run.steps()]
+    assert began == sorted(set(began)) and len(began) == 3
+
+
 def test_samples_are_two_of_each_of_four_prompts(tmp_path):
     run = FakeRun(None)
     run.directory = tmp_path

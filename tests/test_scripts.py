@@ -130,7 +130,7 @@ def test_what_the_log_and_the_samples_say_of_completions(script, tmp_path, monke
     prompt, here the whole group, so the advantages must follow from the rewards beside them.
     """
     [step] = record_run(monkeypatch, f"{script}.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 12,
-                        "--group_size", 2, "--max_new_tokens", 23, "--format_reward", 0.25,
+                        "--group_size", 2, "--max_new_tokens", 23, "--format_reward", 1.5,
                         "--micro_batch_tokens", 200, *["--no_dynamic_sampling"] * (script == "dapo"))
     [rollout], policy = step.rollouts, load_tiny_model()
     right = torch.tensor([is_right(rollout, i) for i in range(24)])
@@ -139,7 +139,8 @@ def test_what_the_log_and_the_samples_say_of_completions(script, tmp_path, monke
     assert_metrics(step, step.updates, {
         "accuracy": right.float().mean(), "completion_length": rollout.lengths.float().mean(),
         "wrong_length": rollout.lengths[~right].float().mean(), "entropy": entropies.mean(),
-        "truncated_fraction": (~plain_finished(rollout)).float().mean()})
+        "truncated_fraction": (~plain_finished(rollout)).float().mean(),
+        **({"kept_fraction": (right.view(12, 2).sum(1) == 1).float().mean()} if script == "dapo" else {})})
     assert step.metrics["tokens_per_second"] * step.metrics["seconds"] == pytest.approx(int(rollout.lengths.sum()))
 
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
