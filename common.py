@@ -2647,7 +2647,8 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     Where the gold answer is a plain number, the answer has no sum, product or binomial to work out; and a formula that
     the prompt contains is no answer, unless the gold one is the same formula.
     """
-    if _DECIMAL.fullmatch(gold) and _ARITHMETIC.search(answer.rpartition("=")[2]):
+    numbers = [side for side in answer.split("=") if re.search(r"\d", side)]  # of 57+68=125, the second is worked out
+    if _DECIMAL.fullmatch(_clean(gold)) and numbers and all(map(_ARITHMETIC.search, numbers)):
         return False
     copied = _FORMULA.search(answer) and "".join(answer.split()) in "".join(prompt.split())
     return not copied or _SPACES.sub("", _clean(answer)) == _SPACES.sub("", _clean(gold))
