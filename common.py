@@ -1063,7 +1063,7 @@ class Rollout:
     mask: torch.Tensor             # [N, T]    bool: completion tokens, including the EOS
     completions: list[str]         # decoded, without special tokens
     finished: torch.Tensor         # [N]       bool: ended with EOS, not cut at max_new_tokens
-    logprobs: torch.Tensor = None  # [N, T]    float32: of the tokens as they were drawn (greedy: 0), 0 on padding
+    logprobs: torch.Tensor | None = None  # [N, T] float32: of the tokens as they were drawn (greedy: 0), 0 on padding
 
     @property
     def lengths(self) -> torch.Tensor:  # [N] completion tokens
@@ -2637,15 +2637,15 @@ def is_equivalent(prediction, answer) -> bool:
 
 _ARITHMETIC = re.compile(r"[\d)}]\s*(?:[-+*×·−–]|\\times|\\cdot)\s*(?!10\s*\^)[\d({\\$]"  # not 2\times 10^6
                          r"|\d\s*!|\\[dt]?binom")
-_FORMULA = re.compile(r"[\w)}]\s*[-+*/^]\s*[\w({\\]|\\(?!text|mathrm|[^a-z])")
+_FORMULA = re.compile(r"[\w)}]\s*[-+*/^]\s*[\w({\\]|\\(?!text|mathrm|[^a-z])")  # 1/2, x+1, \sqrt{2}; not 5\text{ cm}
 
 
 def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     """Whether an answer that `is_equivalent` to the gold one is more than the question again, as 57+68 is for "57+68=?"
     and (x+1)^2 for "Expand (x+1)^2". A policy that may repeat the question learns nothing else.
 
-    Where the gold answer is a plain number, the answer has no sum, product or binomial to work out; and a formula that
-    the prompt contains is no answer, unless the gold one is the same formula.
+    Where the gold answer is a plain number, the answer has no sum, product, factorial or binomial to work out; and a
+    formula that the prompt contains is no answer, unless the gold one is the same formula.
     """
     numbers = [side for side in answer.split("=") if re.search(r"\d", side)]  # of 57+68=125, the second is worked out
     if _DECIMAL.fullmatch(_clean(gold)) and numbers and all(map(_ARITHMETIC.search, numbers)):

@@ -281,16 +281,6 @@ def test_a_step_without_a_pair_makes_no_update(tmp_path, monkeypatch):
     assert found == [([], 2, 0, 0)] * 2
 
 
-def test_the_tokens_of_a_step_of_dpo_are_those_read(tmp_path):
-    """Prompt and answer of both: 2 · (5 + 2)."""
-    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=?", "chosen": "2", "rejected": "3"}\n')
-    done = run_script("dpo.py", "--steps", 1, "--pairs_per_step", 1, "--data", tmp_path / "pairs.jsonl",
-                      "--output_dir", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    step = read_metrics(tmp_path / "run")[1]
-    assert step["tokens_per_second"] * step["seconds"] == pytest.approx(14)
-
-
 def test_problems_without_answers_may_be_judged_by_a_function(tmp_path):
     (tmp_path / "reward.py").write_text("def f(prompt, completion, row): return len(completion)\n")
     (tmp_path / "problems.jsonl").write_text('{"prompt": "1+1=?"}\n')

@@ -275,16 +275,6 @@ def test_the_pad_token_to_save_is_a_special_one_and_never_the_eos():
         assert reward_model.pad_unlike_eos(tokenizer) not in ends
 
 
-def test_the_tokens_of_a_step_are_those_read_without_padding(tmp_path):
-    """Prompts of 5 and answers of 2 and 4, EOS included."""
-    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=?", "chosen": "2", "rejected": "333"}\n')
-    done = run_script("reward_model.py", "--steps", 1, "--pairs_per_step", 1, "--data", tmp_path / "pairs.jsonl",
-                      "--output_dir", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    step = read_metrics(tmp_path / "run")[1]
-    assert step["tokens_per_second"] * step["seconds"] == pytest.approx(16)
-
-
 def test_the_saved_pad_token_is_that_of_config_and_tokenizer(tmp_path):
     """If the base's config pads with the EOS too, transformers would read scores before it."""
     model, tokenizer = random_model("Llama")

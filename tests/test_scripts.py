@@ -149,6 +149,17 @@ def test_what_the_log_and_the_samples_say_of_completions(script, tmp_path, monke
     torch.testing.assert_close(advantages, importlib.import_module(script).group_advantages(rewards))
 
 
+@pytest.mark.parametrize("script", ["dpo", "reward_model"])
+def test_the_tokens_of_a_step_on_pairs_are_those_read_without_padding(script, tmp_path):
+    """Twice a prompt of 5, and answers of 2 and 4, EOS included."""
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=?", "chosen": "2", "rejected": "333"}\n')
+    done = run_script(f"{script}.py", "--steps", 1, "--pairs_per_step", 1, "--data", tmp_path / "pairs.jsonl",
+                      "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    step = read_metrics(tmp_path / "run")[1]
+    assert step["tokens_per_second"] * step["seconds"] == pytest.approx(16)
+
+
 @pytest.mark.parametrize("script", GROUP_SCRIPTS)
 def test_a_step_without_signal_says_so(script, tmp_path):
     (tmp_path / "reward.py").write_text("def same(prompt, completion, row):\n    return 1.0\n")

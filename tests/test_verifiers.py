@@ -292,7 +292,8 @@ def test_another_answer(a, b):
 
 HOSTILE = [
     "9" * 10 ** 6, "1" * 20_000 + "!", "{" * 10 ** 5, "\\boxed{" * 10 ** 4, "<answer>" * 10 ** 4, "\\frac" * 10 ** 4,
-    "9^9^9^9", "9**9**9", "10^10^10", "(" * 5000, "1e999999999", "99!!!!!!", "!" * 1000, "x^" * 150, "\\sqrt" * 90, "," * 399, "1," * 190,
+    "9^9^9^9", "9**9**9", "10^10^10", "(" * 5000, "1e999999999", "99!!!!!!", "!" * 1000, "x^" * 150, "\\sqrt" * 90,
+    "," * 399, "1," * 190,
     "(1," * 100, "\ud800\udfff", "\x00", "９９", "A:" * 10 ** 4, "Answer: " * 2000, "the answer is " * 1500, "-" * 399,
     "|" * 399, "[(" * 199, "\\begin{pmatrix}" * 20, "\\infty-\\infty", "1±" * 100, "x=x=x", "<" * 300, "\\log" * 90,
     "\\sin^{2" * 40, "1e300" * 80, "#### " * 5000, "\n# Answer\n" * 2000, " " * 20_000, "answer is" + " " * 19_000,
@@ -336,7 +337,8 @@ def test_no_text_raises_or_takes_long(text):
     ("\\frac{6}{8}", "\\frac34", "Simplify $\\frac{6}{8}$.", False), ("1/2", "0.5", "1/2 as a decimal?", False),
     ("\\frac{3}{4}", "\\frac34", "Which is it, $\\frac{3}{4}$ or $\\frac{4}{3}$?", True),  # the gold answer itself
     ("5\\text{ cm}", "5", "A square has sides of $5\\text{ cm}$.", True), ("30^\\circ", "30", "$30^\\circ$", True),
-    ("18 apples", "18", "He has 18 apples.", True), ("$18", "18", "He has $18.", True), ("(0, 1)", "(0,1)", "(0, 1)", True)])
+    ("18 apples", "18", "He has 18 apples.", True), ("$18", "18", "He has $18.", True),
+    ("(0, 1)", "(0,1)", "(0, 1)", True)])
 def test_the_question_is_no_answer(answer, gold, prompt, worked_out):
     assert is_equivalent(answer, gold) and is_worked_out(answer, gold, prompt) == worked_out
 
