@@ -252,7 +252,7 @@ def test_a_tie_is_not_right_in_training_and_half_right_in_the_evaluation(monkeyp
     one_way = evaluate(preferences[::2])
     assert one_way["eval_margin"] != pytest.approx(0, abs=1e-3)
     monkeypatch.setattr(common, "AT_ONCE", 1)  # several collations
-    assert evaluate(preferences[::2]) == pytest.approx(one_way)
+    assert evaluate(preferences[::2]) == pytest.approx(one_way, abs=1e-5)
     torch.nn.init.zeros_(scorer.score.weight)  # all pairs tie
     assert evaluate(preferences)["eval_pair_accuracy"] == 0.5
 

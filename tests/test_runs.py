@@ -685,8 +685,10 @@ def test_a_run_as_on_one_gpu_agrees_with_float32_and_resumes(script, small, whol
     assert_same_outcome(tmp_path / "whole", tmp_path / "resumed")
     metrics, weights = outcome(tmp_path / "whole")
     for step in (0, 1):
-        first = {name: metrics[step][name] for name in expected[step]}
-        assert first == pytest.approx(expected[step], rel=0.3, abs=0.15)
+        for name, value in expected[step].items():
+            # In DPO's first step all margins are 0, and rounding decides their signs.
+            if name != "pair_accuracy" or abs(expected[step]["margin"]) > 1e-5:
+                assert metrics[step][name] == pytest.approx(value, rel=0.3, abs=0.15), name
     recomputed = read_metrics(tmp_path / "recomputed")[1]
     assert recomputed["grad_norm"] == pytest.approx(metrics[1]["grad_norm"], rel=0.02)
     assert metrics[1].get("sampler_gap", 0) < 0.002  # log-probs of a forward pass, and of one that decodes
