@@ -2718,6 +2718,9 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"^ ?‹ ?([(\[][^‹›]*[)\]]) ?›[ .]*$", r"\1"),
     # {x | x > 1}, {x ∈ R : x > 1} and (x > 1) are x > 1
     (r"^ ?(?:‹ ?\\?\w+ ?(?:∈ ?R ?)?[|:](.*[<>≤≥≠].*)›[ .]*|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),
+    # R \setminus {2} is (-\infty,2)∪(2,\infty)
+    (r"^ ?(?:R|[Aa]ll real numbers) ?(?:\\setminus|\\backslash|-|except) ?‹([^‹›]*)›[ .]*$",
+     lambda out: "∪".join(f"({a},{b})" for a, b in itertools.pairwise(["-\\infty ", *out[1].split(","), "\\infty "]))),
     (r"^ ?(?:R|(?:[Tt]he set of )?[Aa]ll real numbers)[ .]*$", r"(-\\infty ,\\infty )"),
     (r"(?<=[)\]]) ?U ?(?=[(\[])", "∪"),
     # formulas: |x| is \abs (x), \frac12 is \frac{1}{2}
@@ -2961,7 +2964,7 @@ def _values(text: str) -> list:
     product = r"(?<!\\ln)(?<!\\log)(?<=[a-zA-Z)}]) ?(?=\d+\^)|(?<=!)(?=\d)|(?<![a-zA-Z_\\]i)(?<=i) ?(?=\d)"
     text = re.sub(product, "*", text)
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
-    tokens, values = [], []  # a stack with the first token on top, and ";" at the bottom
+    tokens, values, letters = [], [], []  # tokens: a stack with the first one on top, and ";" at the bottom
 
     def accept(token):  # take the next token if it is this one
         return tokens[-1] == token and tokens.pop()
@@ -2995,10 +2998,10 @@ def _values(text: str) -> list:
             return value
         if token in _OF_TWO:
             return _OF_TWO[token](atom(), atom())
-        if token == "\\abs":  # |-5| is 5, but |x| is not x, though letters stand for positive fractions, n/97
+        if token == "\\abs":  # |-5| is 5; |x| is neither x nor |x - 3| + 3, though letters stand for positive numbers
+            before = len(letters)
             value = abs(atom())
-            is_number = _bits(value) and value.denominator % 97
-            return value if is_number else value + Fraction(1, 97)
+            return value if len(letters) == before else (98 * value + 1) / 97
         if token == "sqrt":
             index = atom() if tokens[-1] == "[" else 2
             return _power(atom(), 1 / index)
@@ -3015,6 +3018,7 @@ def _values(text: str) -> list:
         if token in _CONSTANTS:
             return _CONSTANTS[token]
         if token[0].isalpha() and (len(token) == 1 or token[1] == "_") or token[0] == "\\":
+            letters.append(token)
             name = re.sub(r"[\\{} ]", "", token).encode()
             return Fraction(pow(int.from_bytes(name, "big"), 5, modulus) + 1, 97)  # a power, for a + d is not b + c
         raise ValueError

@@ -77,3 +77,31 @@ def one_gpu(monkeypatch):
     yield helpers.use_graph_steps(monkeypatch)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def tensors_on_gpu(monkeypatch):
+    """Run scripts with tensors that say they are on a GPU (`TensorsOnGpu`), without FSDP and in float32, and with
+    GraphStep (`use_graph_steps`). Checkpoints and models are not written."""
+    import common
+    import helpers
+    import torch
+    from torch.overrides import _pop_mode_temporarily
+    load_model, can_use_graph = common.load_model, common.can_use_graph
+
+    def load(*args, **kwargs):  # transformers sets modes of its own to load a model
+        with _pop_mode_temporarily():
+            return load_model(*args, **kwargs)
+    monkeypatch.setattr(common, "load_model", load)
+    monkeypatch.setattr(common, "shard", helpers.put_on_gpu)
+    monkeypatch.setattr(common, "setup_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(common, "compute_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(common.Run, "save_checkpoint", lambda run: None)
+    monkeypatch.setattr(common, "save_model", lambda *args: None)
+    for name, value in (("reset_peak_memory_stats", None), ("max_memory_allocated", 0), ("memory_reserved", 0),
+                        ("memory_allocated", 0), ("mem_get_info", (2 ** 34, 2 ** 35))):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    steps = helpers.use_graph_steps(monkeypatch)
+    monkeypatch.setattr(common, "can_use_graph", can_use_graph)
+    with helpers.TensorsOnGpu():
+        yield steps

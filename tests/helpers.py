@@ -17,8 +17,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import common
 
@@ -150,15 +151,17 @@ class RecordedGraph(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         assert operation.overloadpacket not in (aten._local_scalar_dense, aten.nonzero, aten.equal, aten._unique2)
-        results = operation(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # GpuTensors are plain ones here
+            results = operation(*args, **(kwargs or {}))
         self.operations.append((operation, args, kwargs or {}, results))
         return results
 
     def replay(self):
-        for operation, args, kwargs, results in self.operations:
-            for old, new in zip(tree_leaves(results), tree_leaves(operation(*args, **kwargs))):
-                if isinstance(new, torch.Tensor) and new.data_ptr() != old.data_ptr():  # neither a view nor in place
-                    old.copy_(new)
+        with torch._C.DisableTorchFunction():
+            for operation, args, kwargs, results in self.operations:
+                for old, new in zip(tree_leaves(results), tree_leaves(operation(*args, **kwargs))):
+                    if isinstance(new, torch.Tensor) and new.data_ptr() != old.data_ptr():  # no view, not in place
+                        old.copy_(new)
 
 
 def use_graph_steps(monkeypatch) -> list:
@@ -185,6 +188,52 @@ def use_graph_steps(monkeypatch) -> list:
         model.config._attn_implementation == "sdpa"
         and all(isinstance(layer, common.RoomyLayer) for layer in cache.layers)))
     return steps
+
+
+class GpuTensor(torch.Tensor):
+    """A CPU tensor that says it is on a GPU. Under `TensorsOnGpu`, what is computed from it says so too."""
+    device = property(lambda self: torch.device("cuda", 0))
+    is_cuda = property(lambda self: True)
+
+
+class TensorsOnGpu(TorchFunctionMode):
+    """Under this, whatever is made on or moved to "cuda" is a GpuTensor, and an operation fails where CUDA would refuse
+    it because other tensors are on the CPU. Those may be indices, single numbers, or what is copied."""
+    in_backward = False  # there, autograd passes plain tensors
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name, wanted = getattr(function, "__name__", ""), []
+        args, kwargs = tree_map_only(torch.device, lambda d: wanted.append(d) or torch.device("cpu"),
+                                     (args, kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        on_cpu = [tensor for tensor in tensors if not isinstance(tensor, GpuTensor) and tensor.dim() > 0]
+        if on_gpu := any(isinstance(tensor, GpuTensor) for tensor in tensors):
+            if name in ("__getitem__", "__setitem__"):
+                value = args[2] if name == "__setitem__" else None
+                refused = not isinstance(args[0], GpuTensor) or any(value is tensor for tensor in on_cpu)
+            else:
+                refused = name == "numpy" or on_cpu and name not in ("copy_", "to", "__set__")
+            assert not refused or self.in_backward, f"{name}: a tensor is on the CPU, another on the GPU"
+        self.in_backward |= name == "backward"
+        with torch._C.DisableTorchFunctionSubclass():
+            results = function(*args, **kwargs)
+            self.in_backward &= name != "backward"
+            on_gpu = wanted[-1].type == "cuda" if wanted else name != "cpu" and (on_gpu or self.in_backward)
+            return tree_map_only(torch.Tensor, lambda tensor: tensor if isinstance(tensor, GpuTensor) == on_gpu else
+                                 tensor.as_subclass(GpuTensor if on_gpu else torch.Tensor), results)
+
+
+def put_on_gpu(model, device):
+    """Replace a model's parameters and buffers by GpuTensors."""
+    moved = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                copy = torch.nn.Parameter(parameter.data.as_subclass(GpuTensor), parameter.requires_grad)
+                module._parameters[name] = moved.setdefault(parameter, copy)  # tied weights stay tied
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = buffer.as_subclass(GpuTensor)
+    return model
 
 
 class FakeRun(common.Run):
