@@ -234,20 +234,15 @@ def launch(main, Config) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(15)
         tqdm.write(f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        leave(error.exit_code)
-    leave_together()
+        leave(error.exit_code, together=False)
+    leave()
 
 
-def leave_together(code: int = 0) -> None:
-    """Exit once every rank has got here: by then all is saved."""
+def leave(code: int = 0, together: bool = True) -> None:
+    """Exit; if together, once every rank has got here, since by then all is saved."""
     if world_size() > 1:
-        dist.barrier()
-    leave(code)
-
-
-def leave(code: int) -> None:
-    """Exit this process, whatever the other ranks do."""
-    if world_size() > 1:
+        if together:
+            dist.barrier()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # a rank that shuts gloo down while others still do is sometimes aborted
@@ -477,7 +472,8 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
             config.eos_token_id = sorted({*eos_ids(policy, tokenizer), turn_end(tokenizer)})
         with one_line_errors(f"--model {name}: its generation_config.json"):
             if not config.do_sample:  # then these have no effect, but transformers would refuse to save them
-                for unused in ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+                for unused in ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff",
+                               "eta_cutoff"):
                     setattr(config, unused, None)
             config.validate(strict=True)  # now, and not when the trained model is saved
     return policy, tokenizer
@@ -2096,7 +2092,10 @@ class Run:
         """
         self.data, self.trained = data, trained
         self.bad_steps = dict.fromkeys(trained, 0)  # each model's skipped updates in a row
-        self.catch_signals()
+        signal.signal(signal.SIGINT, self.note_signal)  # until `close`
+        signal.signal(signal.SIGTERM, self.note_signal)
+        # But terminate() has to end a process that a reward function forks. (Ctrl-C must not: `ctrl_c_blocked`.)
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
             on_main_rank(self.lock_directory)
             if self.cfg.resume:
@@ -2123,13 +2122,6 @@ class Run:
         except OSError:  # a file system without locks
             pass
         self.check_directory()  # again: another run may have begun and ended since
-
-    def catch_signals(self):
-        """Let `note_signal` handle Ctrl-C and SIGTERM, until `close`."""
-        signal.signal(signal.SIGINT, self.note_signal)
-        signal.signal(signal.SIGTERM, self.note_signal)
-        # But terminate() has to end a process that a reward function forks. (Ctrl-C must not: `ctrl_c_blocked`.)
-        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
     def open_logger(self):
         """--log_to as a function log(metrics, step); it does nothing for none."""
@@ -2239,7 +2231,7 @@ class Run:
         if stop_signal:
             self.close()
             say(f"stopped after step {step}; continue with the same command and --resume")
-            leave_together(128 + stop_signal)
+            leave(128 + stop_signal)
 
     def finish(self, model, tokenizer) -> None:
         """Write OUTPUT_DIR/model."""

@@ -217,10 +217,15 @@ class TensorsOnGpu(TorchFunctionMode):
         self.in_backward |= name == "backward"
         with torch._C.DisableTorchFunctionSubclass():
             results = function(*args, **kwargs)
-            self.in_backward &= name != "backward"
-            on_gpu = wanted[-1].type == "cuda" if wanted else name != "cpu" and (on_gpu or self.in_backward)
-            return tree_map_only(torch.Tensor, lambda tensor: tensor if isinstance(tensor, GpuTensor) == on_gpu else
-                                 tensor.as_subclass(GpuTensor if on_gpu else torch.Tensor), results)
+        self.in_backward &= name != "backward"
+        on_gpu = wanted[-1].type == "cuda" if wanted else name != "cpu" and (on_gpu or self.in_backward)
+
+        def placed(tensor):
+            if isinstance(tensor, GpuTensor) == on_gpu:
+                return tensor
+            with torch._C.DisableTorchFunctionSubclass():
+                return tensor.as_subclass(GpuTensor if on_gpu else torch.Tensor)
+        return tree_map_only(torch.Tensor, placed, results)
 
 
 def put_on_gpu(model, device):

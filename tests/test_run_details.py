@@ -119,13 +119,13 @@ def test_a_signal_to_one_process_stops_them_all(tmp_path, monkeypatch):
     assert stopped.value.code == 143
 
 
-def test_signals_are_pythons_again_once_a_run_is_over(tmp_path, monkeypatch):
-    numbers = signal.SIGINT, signal.SIGTERM
+def test_signals_are_the_runs_from_its_start_to_its_end(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(signal, "signal", lambda *call: calls.append(call))
     run = begin(tmp_path, monkeypatch)[0]
-    run.catch_signals()
-    assert [signal.getsignal(number) for number in numbers] == [run.note_signal] * 2
+    assert calls[:2] == [(signal.SIGINT, run.note_signal), (signal.SIGTERM, run.note_signal)]
     run.close()
-    assert [signal.getsignal(number) for number in numbers] == [signal.default_int_handler, signal.SIG_DFL]
+    assert calls[-2:] == [(signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)]
 
 
 def test_a_second_signal_ends_at_once(monkeypatch):
