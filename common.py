@@ -2506,7 +2506,7 @@ _HEADING = re.compile(r"""
       [ \t]* (?: (?: \\\[ | \$\$ ) \s* )?
       (?! \**(?: (?: Step | Case | Note | Check | Solution | Explanation | Verification | Conclusion )\b
                | \d+[.):][ ]+[A-Za-z] ) )
-    ) (\**[^\s*].*)""", re.X | re.M)
+    ) (?= \**[^\s*]) ( (?: (?! </?answer> ) . )+ )""", re.X | re.M)
 _BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|(?P<open>\{)|(?P<close>\})|\\[{}]")
 _BETWEEN_BOXES = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")  # beside "and" or a comma
 _PHRASE = re.compile(r"""
@@ -2540,17 +2540,13 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     text, answer, after = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None, ""
     text = _MATRIX.sub(lambda matrix: matrix[0].replace("\n", " "), text)
     for _ in range(3):  # marks within marks
-        headings = {mark.end(1): mark for mark in _HEADING.finditer(text)}
+        headings = [(mark.end(1), mark[1]) for mark in _HEADING.finditer(text)]
         others = [(mark.end(1), mark[1]) for mark in _TAGGED.finditer(text)] + _in_boxes(text)
         if not headings and not others:
             break
-        end, answer = max([(end, mark[1]) for end, mark in headings.items()] + others)
-        if heading := headings.get(end):
-            if "<answer>" not in answer:  # a heading within a tag: "#### 18</answer>"
-                answer = answer.partition("</answer>")[0]
-            # A sentence after "Answer:" or "A:" may only begin the reasoning; one after "#" does not.
-            if "#" not in heading[0] and re.match(r"[A-Z][\w']*,? [a-z]", answer):
-                after = text[end:]
+        end, answer = max(headings + others)
+        if (end, answer) in headings and re.match(r"[A-Z][\w']*,? [a-z]", answer):  # may only begin the reasoning
+            after = text[end:]
         text = answer = answer.strip()
     if answer is None and "<answer>" in text and not closed_only:
         text = answer = text.rpartition("<answer>")[2].strip()
@@ -2590,16 +2586,13 @@ _DECIMAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)", re.ASCII)
 # A choice together with what it stands for: (D) 5, D. 5; not (A) B, (A) or B, nor (A) 5, (B) 6
 _OPTION = re.compile(r"[(\[]? ?([A-E]) ?[)\].:]+ (?! *,|(?:.*\W)?[A-E](?:\W*$|[).:\]]))(.+)")
 _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; nothing that may change the number
-    (?! All[ ] | .*[ ][-/][ ] | .*n't[ ] | .*(?<![\w'])(?: (?i: not | never | cannot | hardly | doubt | nobody | but )
-        | minus | negative | than(?=[ ]-?\d) | most | least | half | hundred | dozen | pi | sqrt | log | mod
-        | [b-zB-HJ-Z] )\b )
-    (?: (?:So|Thus|Hence|Therefore|In[ ]total|Together|Altogether),?[ ] )?
+    (?! All[ ] | .*[ ][-/][ ] | .*n't[ ] | .*(?<![\w'])(?: (?i: not | never | cannot | but ) | minus | negative
+        | than(?=[ ]-?\d) | most | least | half | dozen | pi | sqrt | log | mod | [b-zB-HJ-Z] )\b )
     (?: (?:[A-Z][\w'.-]*|the)[ ]?,?[ ] )+ [a-z']+[ ]?,?[ ] (?: [\w ',.;:/$-] | (?<=[a-z]{2})\^ )*
     """, re.X)
 # The area is 12\pi
-_STATEMENT = re.compile(r"(?!(?:.* (?:is|are|equals) ){2}|.*\b(?:not|never|hardly|doubt)\b)"
-                        "[A-Z][^=]* (?:is|are|equals) (.+)")
-_NUMBER = re.compile(r"(?<![\w.^/:])-?\d+(?:\.\d+)?(?:/\d+)?(?![\w:^]|\.\d|/[^a-z])")
+_STATEMENT = re.compile(r"(?!(?:.* (?:is|are|equals) ){2}|.*\b(?:not|never)\b)[A-Z][^=]* (?:is|are|equals) (.+)")
+_NUMBER = re.compile(r"(?<!\S)-?\d(?:\S*\w)?")
 
 
 def is_equivalent(prediction, answer) -> bool:
@@ -2675,19 +2668,18 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"°", " "),
     (r"\\text\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 "),
     (r"\{ ?([-+:]) ?\}|(?<=.)\{ ?\}|\\(?:text)?color ?\{\w+\}", r"\1"),
-    (r"\s+", " "),
+    (r"\s+", " "), (r"^ |[ .]+$", ""),
     (r"\{([^{}]*)\\(over|choose)(?![a-z])([^{}]*)\}",
      lambda pair: rf"\{'frac' if pair[2] == 'over' else 'binom'}{{{pair[1].strip()}}}{{{pair[3].strip()}}}"),
     # 44 \pmod{83}, 44 (mod 83) and 44 \mod 83 are 44 mod83, 07:30 is 7:30
     (r" ?(?:\\p?mod ?\{? ?|\( ?\\?b?mod )(\d+) ?[})]?", r" mod\1"), (r"\b0(?=\d:\d\d)", ""),
     # words: 12^{th} is 12, 2 million is 2*10^6, 8 square feet is 8 feet^2, about 45 is 45, an ellipse is ellipse
-    (r"(?<=\d) ?\^? ?(?:\{ ?(?:st|nd|rd|th) ?\}|(?:st|nd|rd|th)\b)", " "),
+    (r"(?<=\d) ?\^? ?\{? ?(?:st|nd|rd|th)\b ?\}?", " "),
     (r"(?<=\d) ?([Hh]undred|[Tt]housand|[Mm]illion|[Bb]illion)\b",
      lambda times: "*10^" + {"h": "2", "t": "3", "m": "6", "b": "9"}[times[1][0].lower()]),
     (r"\\frac\{ ?([a-z]{4,}) ?\}\{ ?([a-z]{4,}) ?\}", r"\1/\2"),
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
-    (r"(?i)^ ?(?:about|approximately|exactly|roughly|therefore|thus|given by|option|choice) (?=\S)", ""),
-    (r"(?i)^ ?an? (?=[a-z]{5,}[ .]*$)", ""),
+    (r"(?i)^(?:about|approximately|exactly|roughly|therefore|thus|given by|option|choice|an?(?= [a-z]{5,}$)) ", ""),
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z
     (r"(?<=\w|[)}])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,]*|\w ?∈ ?[NRZ]\b)", ""),
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 base 2
@@ -2706,14 +2698,14 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?i) ?\((?:or )?(?:≈|about|approximately|approx\.?|roughly)[^()]*\)", ""),  # 5/36 (about 0.139)
     (r"≈|(?<=[a-z]{3}) ?: ", "="),
     # x ∈ [1,2] is [1,2], and (x,y) ∈ {(1,2)} is {(1,2)}, which is (1,2)
-    (r"(^|[,∪]) ?(?:\\?[^\W\d]+|\([^()]*\)) ?∈", r"\1"),
-    (r"^ ?‹ ?([(\[][^‹›]*[)\]]) ?›[ .]*$", r"\1"),
+    (r"(^|[,∪]) ?(?:\\?[^\W\d]+|\([^()]*\)) ?∈ ?", r"\1"),
+    (r"^‹ ?([(\[][^‹›]*[)\]]) ?›$", r"\1"),
     # {x | x > 1}, {x ∈ R : x > 1} and (x > 1) are x > 1
-    (r"^ ?(?:‹ ?\\?\w+ ?(?:∈ ?R ?)?[|:](.*[<>≤≥≠].*)›[ .]*|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),
+    (r"^(?:‹ ?\\?\w+ ?(?:∈ ?R ?)?[|:](.*[<>≤≥≠].*)›|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),
     # R \setminus {2} is (-\infty,2)∪(2,\infty)
-    (r"^ ?(?:R|[Aa]ll real numbers) ?(?:\\setminus|\\backslash|-|except) ?‹([^‹›]*)›[ .]*$",
+    (r"^(?:R|[Aa]ll real numbers) ?(?:\\setminus|\\backslash|-|except) ?‹([^‹›]*)›$",
      lambda out: "∪".join(f"({a},{b})" for a, b in itertools.pairwise(["-\\infty ", *out[1].split(","), "\\infty "]))),
-    (r"^ ?(?:R|(?:[Tt]he set of )?[Aa]ll real numbers)[ .]*$", r"(-\\infty ,\\infty )"),
+    (r"^(?:R|(?:[Tt]he set of )?[Aa]ll real numbers)$", r"(-\\infty ,\\infty )"),
     (r"(?<=[)\]]) ?U ?(?=[(\[])", "∪"),
     # formulas: |x| is \abs (x), \frac12 is \frac{1}{2}
     (r"\|([^|]+)\|", r"(\\abs (\1))"),
@@ -2808,11 +2800,10 @@ def _parts(text: str) -> tuple[str, list[str]]:
         if len(sides) > 1:
             return "".join(sides[1::2]), sides[::2]
         brackets, inner = text[0] + text[-1], _split(text[1:-1])[::2]
-        is_matrix = text.startswith("[[")
-        if brackets == "‹›" or is_matrix or len(inner) > 1 and brackets in ("()", "(]", "[)", "[]", "{}"):
+        if text.startswith("[["):  # a matrix is a tuple of rows
+            kind, parts = "()", inner
+        elif brackets == "‹›" or len(inner) > 1 and brackets in ("()", "(]", "[)", "[]", "{}"):
             kind, parts = brackets.replace("{}", "‹›"), inner
-        if is_matrix and "," not in "".join(inner):  # a column is a tuple
-            kind = "()"
     if "±" in text:
         if kind not in ("", "‹›"):  # (0, ±3) is two tuples
             kind, parts = "", [text]
@@ -2859,7 +2850,7 @@ _UNIT = re.compile(r"""
         | [ckm]?m | [km]?g | gm | m?[lL] | ft | in | mi | yd | (?: lb | hr | min | sec | yr | wk | qt | pt )s?
         | oz | mph | USD | of | [APap]\.?[Mm]
         | (?<=\s) k? (?: [NJVAWCFsh] | Hz | eV | Pa ) ) (?![A-Za-z])
-      (?: [\s.]* \^-?[23] | [23] | \s? \^? \{-?[23]\}
+      (?: [\s.]* \^ \{? -?[23] \}? | [23]
         | [\s./()-]+ (?: [A-Za-z]{2,} | [ahmsA-Z] ) (?![A-Za-z]) )* [\s.)]*
     | (?<=\d) _ \{?[ ]?\d+[ ]?\}? )$""", re.X)
 _UNITS = {"m": "meter", "mi": "mile", "g": "gram", "lb": "pound", "lbs": "pound", "oz": "ounce", "per": "/",
@@ -2926,8 +2917,8 @@ def _factorial(n):
 
 _OF_TWO = {"frac": operator.truediv, "binom": lambda n, k: _factorial(n) / _factorial(k) / _factorial(n - k)}
 _OPERATORS = {  # how strongly it binds, what it does
-    "+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul), "/": (2, operator.truediv),
-    "^": (3, _power), "!": (4, _factorial)}
+    "+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul), "·": (2, operator.mul),
+    "/": (2, operator.truediv), "^": (3, _power), "!": (4, _factorial)}
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf, "infinity": math.inf, "inf": math.inf}
 _FUNCTIONS = {name: getattr(cmath, name) for name in "sin cos tan sinh cosh tanh exp".split()} | {
@@ -2953,27 +2944,22 @@ def _values(text: str) -> list:
     on a pair never changes. Where the text is no formula, this raises one of the errors that `_same` catches.
     """
     # n2^n, (n-1)2^n, 3!7! and the i2 of e^{i2\pi/3} are products, but x2 is not 2x.
-    product = r"(?<!\\ln)(?<!\\log)(?<=[a-zA-Z)}]) ?(?=\d+\^)|(?<=!)(?=\d)|(?<![a-zA-Z_\\]i)(?<=i) ?(?=\d)"
-    text = re.sub(product, "*", text)
+    text = re.sub(r"(?<!\\ln)(?<!\\log)(?<=[a-zA-Z)}]) ?(?=\d+\^)|(?<=[!i]) ?(?=\d)", "*", text)
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
     tokens, values, letters = [], [], []  # tokens: a stack with the first one on top, and ";" at the bottom
 
     def accept(token):  # take the next token if it is this one
         return tokens[-1] == token and tokens.pop()
 
-    def begins_factor():  # 2x, 2(x + 1) and x\sin x are products
-        token = tokens[-1]
-        return token in _CLOSING or token.lstrip("\\")[:1].isalpha()
-
     def read(strength):  # an atom and those operators after it that bind more strongly than this
         value = atom()
         while True:
-            implicit = begins_factor()
-            binds, apply = _OPERATORS.get("*" if implicit else tokens[-1], (0, None))
+            if tokens[-1] in _CLOSING or tokens[-1].lstrip("\\")[:1].isalpha():
+                tokens.append("·")  # 2x, 2(x + 1) and x\sin x are products
+            binds, apply = _OPERATORS.get(tokens[-1], (0, None))
             if binds <= strength:
                 return value
-            token = "*" if implicit else tokens.pop()
-            value = apply(value) if token == "!" else apply(value, read(binds))
+            value = apply(value) if tokens.pop() == "!" else apply(value, read(binds))
             if _bits(value) > MOST_BITS:
                 raise ValueError
 
@@ -3004,8 +2990,9 @@ def _values(text: str) -> list:
                 token, exponent = f"arc{token}", 1
             bracketed = tokens[-1] in _CLOSING
             value = atom() if tokens[-1] in ("(", "[") else read(2)  # \sin(x)^2 is the square of a sine
-            while not bracketed and begins_factor() and tokens[-1] not in {*_CLOSING, *_FUNCTIONS}:
-                value = value * read(2)  # \cos 2x
+            while not bracketed and tokens[-1] == "·" and tokens[-2] not in {*_CLOSING, *_FUNCTIONS}:  # \cos 2x
+                tokens.pop()
+                value = value * read(2)
             return (_FUNCTIONS[token](complex(value)) / cmath.log10(base)) ** exponent  # log10(10) is 1
         if token in _CONSTANTS:
             return _CONSTANTS[token]

@@ -198,6 +198,7 @@ SAME = [
     ("1 \\pm \\sqrt{19}.", "1+\\sqrt{19}, 1-\\sqrt{19}"), ("\\frac{\\sqrt{3}}3", "\\frac{1}{\\sqrt3}"),
     ("\\log_23", "\\log_2 3"),
     ("\\textbf{(B)}\\ 1,234", "1234"), ("\\sqrt13", "\\sqrt{13}"), ("\\sqrt[3]{-8}", "-2"), ("(-8)^{2/3}", "4"),
+    ("(1,2]", "(1,\\frac42]"), ("\\{1, 2\\}", "{2, 1}"), ("\\ln 2^3", "3\\ln 2"), ("The sum is -5", "-5"),
     ("|x-1|", "\\left|1-x\\right|"), ("|-5|", "5"), ("|1-\\sqrt2|", "\\sqrt2-1"),
     ("\\begin{cases} x=5 \\\\ y=2 \\end{cases}", "x=5,y=2"), ("x\\neq 2", "(-\\infty,2)\\cup(2,\\infty)"),
     # spellings of old TeX, of time, and of what an answer is modulo
@@ -283,6 +284,8 @@ def test_the_same_answer_written_another_way(a, b):
     ("x_1=\\sqrt2, x_2=\\sqrt3", "x_1=\\sqrt3, x_2=\\sqrt2"), ("a_n", "a_n+\\pi"),
     ("f(x)=|x|", "f(x)=x"), ("\\ln|x|+C", "\\ln x+C"), ("|x|<2", "x<2"), ("A<B>C", "A>B>C"), ("x₁+x₂", "3x"),
     ("x2", "2x"), ("A1", "A"), ("\\lfloor n/2 \\rfloor", "\\lfloor n/3 \\rfloor"), ("|x|+|y|", "|x+y|"),
+    ("listen", "silent"), ("-2<x+1<3", "(-2,3)"), ("1<x<3", "1<x<4"), ("2\\sin A", "2"), ("2 sin A", "2"),
+    ("The value is log 8", "8"), (",".join(map(str, range(21))), ",".join(map(str, range(20, -1, -1)))),
     ("|x|-3", "|x-3|"), ("\\mathbb{R}\\setminus\\{2\\}", "(-\\infty,3)\\cup(3,\\infty)"),
     ("\\lceil 7/2 \\rceil", "3"), ("\\lfloor x_1 \\rfloor", "1"), ("(0,\\pm 3)", "(0,3,-3)"), ("(A) 5, (B) 6", "A"),
     ("A: 5, B: 6", "A"), ("(B) 45", "A"), ("x\\ne 2", "(-\\infty,3)\\cup(3,\\infty)"),
