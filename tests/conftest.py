@@ -96,6 +96,8 @@ def tensors_on_gpu(monkeypatch):
     monkeypatch.setattr(common, "shard", helpers.put_on_gpu)
     monkeypatch.setattr(common, "setup_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(common, "compute_dtype", lambda device: torch.float32)
+    monkeypatch.setitem(common.SHARED_TOKENS, "cuda", 1)  # so that prefixes are shared and the head is sliced
+    monkeypatch.setitem(common.HEAD_SLICE, "cuda", 500)
     monkeypatch.setattr(common.Run, "save_checkpoint", lambda run: None)
     monkeypatch.setattr(common, "save_model", lambda *args: None)
     for name, value in (("reset_peak_memory_stats", None), ("max_memory_allocated", 0), ("memory_reserved", 0),
