@@ -208,11 +208,13 @@ class TensorsOnGpu(TorchFunctionMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         on_cpu = [tensor for tensor in tensors if not isinstance(tensor, GpuTensor) and tensor.dim() > 0]
         if on_gpu := any(isinstance(tensor, GpuTensor) for tensor in tensors):
+            first_on_cpu = isinstance(args[0], torch.Tensor) and not isinstance(args[0], GpuTensor)
             if name in ("__getitem__", "__setitem__"):
-                value = args[2] if name == "__setitem__" else None
-                refused = not isinstance(args[0], GpuTensor) or any(value is tensor for tensor in on_cpu)
+                refused = first_on_cpu or any(value is tensor for tensor in on_cpu for value in args[2:])
             else:
-                refused = name == "numpy" or on_cpu and name not in ("copy_", "to", "__set__")
+                changes_first = name.startswith("__i") or re.fullmatch("[a-z].*_", name)
+                refused = name == "numpy" or (on_cpu or first_on_cpu and changes_first) and name not in (
+                    "copy_", "to", "__set__")
             assert not refused or self.in_backward, f"{name}: a tensor is on the CPU, another on the GPU"
         self.in_backward |= name == "backward"
         with torch._C.DisableTorchFunctionSubclass():
