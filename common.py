@@ -2500,9 +2500,11 @@ _HEADING = re.compile(r"""
       (?: [\s*:$] | \\\[ | --- )* (?= [^\s*:$\#-] | -[^-] )
       (?! (?! (?: All[ ]real | No | None | [A-H][ ]and )[ ] ) [A-Z][\w']*[ ][a-z] )
     |
-      # "Answer: 18", "A: 18" or "#### 18"; no "#### Step 1" or "#### 1. Read it"; with more below, no "#### Key idea"
+      # "Answer: 18", "A: 18" or "#### 18"; no "#### Step 1" or "#### 1. Read it"; with more below, no "#### Part 1"
       (?: A(?:ns)?: | (?i:(?:final[ ])?answer[ ]?:)
-        | \#\#\#\# (?! [ ]*\**[A-Z][a-z]+ (?: [^\n\d]*:\** | [ ][a-z][^\n\d]* ) \n\s*[^\s<`] ) )
+        | \#\#\#\# (?! [ ]*\**[A-Z][a-z]+ (?: [^\n\d]*:\** | [ ][a-z][^\n\d]* ) \n\s*[^\s<`] )
+          (?! [ ]*\**(?: Final | Part | Method | Alternative | Analysis | Setup | Calculation | Given | Summary | Result
+                      | Key | Additional | Example | Problem | Question )s?\b [^\n:=]* \n\s*[^\s<`] ) )
       [ \t]* (?: (?: \\\[ | \$\$ ) \s* )?
       (?! \**(?: (?: Step | Case | Note | Check | Solution | Explanation | Verification | Conclusion )\b
                | \d+[.):][ ]+[A-Za-z] ) )
@@ -2513,7 +2515,8 @@ _PHRASE = re.compile(r"""
     # "The final answer is: 18", "The answer to the question (in dollars) is 18"; not "The answer is correct"
     ^.* (?: answers? | correct[ ](?:option|choice) )
     (?: ,?[ ](?: \( | (?: to | in | as | expressed | rounded )[ ] ) [^\n:=]{,50} )?
-    (?: [ ](?: is | are | (?:should|must|would|will)[ ]be ) (?: [ ](?: simply | just | equal[ ]to | given[ ]by ) )?
+    (?: [ ](?: is | are | (?:should|must|would|will)[ ]be )
+        (?: [ ](?: simply | just | indeed | actually | only | equal[ ]to | given[ ]by ) )?
         | [ ]equals | \**: | [ ]= )
     :? \** \s* (?: \}\s* )?
     (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
@@ -2545,7 +2548,7 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
         if not headings and not others:
             break
         end, answer = max(headings + others)
-        if (end, answer) in headings and re.match(r"[A-Z][\w']*,? [a-z]", answer):  # may only begin the reasoning
+        if (end, answer) in headings and re.match(r"[A-Z][\w'’.]*,? \w", answer):  # may only begin the reasoning
             after = text[end:]
         text = answer = answer.strip()
     if answer is None and "<answer>" in text and not closed_only:
@@ -2635,7 +2638,7 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     numbers = [side for side in answer.split("=") if re.search(r"\d", side)]  # of 57+68=125, the second is worked out
     if _DECIMAL.fullmatch(_clean(gold)) and numbers and all(map(_ARITHMETIC.search, numbers)):
         return False
-    copied = _FORMULA.search(answer) and "".join(answer.split()) in "".join(prompt.split())
+    copied = _FORMULA.search(answer) and re.sub(r"[\s{}]", "", answer) in re.sub(r"[\s{}]", "", prompt)
     return not copied or _SPACES.sub("", _clean(answer)) == _SPACES.sub("", _clean(gold))
 
 
@@ -2679,7 +2682,8 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
      lambda times: "*10^" + {"h": "2", "t": "3", "m": "6", "b": "9"}[times[1][0].lower()]),
     (r"\\frac\{ ?([a-z]{4,}) ?\}\{ ?([a-z]{4,}) ?\}", r"\1/\2"),
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
-    (r"(?i)^(?:about|approximately|exactly|roughly|therefore|thus|given by|option|choice|an?(?= [a-z]{5,}$)) ", ""),
+    (r"(?i)^(?:(?:so|hence|therefore|thus),? (?=-?\d)|(?:about|approximately|exactly|roughly|therefore|thus|given by"
+     r"|option|choice|an?(?= [a-z]{5,}$)) )", ""),
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z
     (r"(?<=\w|[)}])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,]*|\w ?∈ ?[NRZ]\b)", ""),
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 base 2
@@ -2687,10 +2691,13 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"[({]([\dA-F]\w*)[)}] ?(?=_[\d{])| ?\(?\bbase (\d+)\)?", lambda base: base[1] or f"_{base[2]}"),
     # \begin{cases} x = 1 \\ y = 2 \end{cases} is x = 1, y = 2
     (r"\\begin\{cases\}((?:(?!\\end\{cases).)*)\\end\{cases\}", lambda system: re.sub(r",? ?\\\\", ",", system[1])),
+    # y = 2, x = 1 is x = 1, y = 2
+    (r"^([a-z]) ?= ?([^,=]+), ?([a-z]) ?= ?([^,=]+)$",
+     lambda pair: pair[0] if pair[1] <= pair[3] else f"{pair[3]} = {pair[4]}, {pair[1]} = {pair[2]}"),
     # matrices: \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} is [[1,2],[3,4]]; a factor before one goes to each entry
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["),
     (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),
-    (r"\\\\(?:\[\d+\w+\])?", "],["),
+    (r"\\\\(?:\[[\d.]+\w+\])?", "],["),
     (r"(?<![^=,])([^=,\[\]]{1,24})(\[\[(?:(?!\[\[).)*\]\])$",
      lambda product: re.sub(r"[^\[\],]+", lambda entry: f"{product[1]}({entry[0]})", product[2])),
     # relations: x = \sqrt2 ≈ 1.41 is x = \sqrt2, but x_1 ≈ 1.5 is x_1 = 1.5, like Area: 12
@@ -2702,7 +2709,8 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"^‹ ?([(\[][^‹›]*[)\]]) ?›$", r"\1"),
     # {x | x > 1}, {x ∈ R : x > 1} and (x > 1) are x > 1
     (r"^(?:‹ ?\\?\w+ ?(?:∈ ?R ?)?[|:](.*[<>≤≥≠].*)›|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),
-    # R \setminus {2} is (-\infty,2)∪(2,\infty)
+    # x ≠ 2, x ≠ 3 is R \setminus {2,3}, which is (-\infty,2)∪(2,3)∪(3,\infty)
+    (r"^([a-z]) ?≠([^=<>≤≥]*,[^=<>≤≥]*)$", lambda out: f"R\\setminus ‹{re.sub(f' ?{out[1]} ?≠', '', out[2])}›"),
     (r"^(?:R|[Aa]ll real numbers) ?(?:\\setminus|\\backslash|-|except) ?‹([^‹›]*)›$",
      lambda out: "∪".join(f"({a},{b})" for a, b in itertools.pairwise(["-\\infty ", *out[1].split(","), "\\infty "]))),
     (r"^(?:R|(?:[Tt]he set of )?[Aa]ll real numbers)$", r"(-\\infty ,\\infty )"),
@@ -2816,7 +2824,8 @@ def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     if kind[-1] == "=":
         is_name = re.fullmatch(r"(?!-)\D*(?:_\{?[\d/]+\}?|(?:\^\{-1\})?\(-?[^()+-]*\))?\s*", sides[0])  # x, x_1, f(-2)
         is_name = is_name or sides[-1].startswith("[[")  # A^{-1} before a matrix
-        return _same(sides[-1], plain, depth) and (bool(is_name) or _same_value(sides[0], plain))
+        worked = re.sub(r"^[A-Z][A-Za-z', ]* ", "", sides[0])  # He ran 3 + 16 = 19 miles
+        return _same(sides[-1], plain, depth) and (bool(is_name) or _same_value(worked, plain))
     if kind == "≠" and _LETTER.fullmatch(sides[0]):
         return _same(f"(-\\infty,{sides[1]})∪({sides[1]},\\infty)", plain, depth)
     if len(sides) == 2:  # x < 3 is -\infty < x < 3
