@@ -314,6 +314,14 @@ def outcome(directory):
     return metrics, load_file(directory / "model" / "model.safetensors")
 
 
+def assert_close(metrics, expected, **tolerance):
+    """Compare the metrics of a step, but for timings."""
+    for name in expected.keys() - TIMING:
+        # In DPO's first step all margins are 0, and rounding decides their signs.
+        if name != "pair_accuracy" or abs(expected["margin"]) > 1e-5:
+            assert metrics[name] == pytest.approx(expected[name], **tolerance), name
+
+
 def assert_same_outcome(one, other):
     (metrics, weights), (other_metrics, other_weights) = outcome(one), outcome(other)
     assert metrics == other_metrics
@@ -685,10 +693,7 @@ def test_a_run_as_on_one_gpu_agrees_with_float32_and_resumes(script, small, whol
     assert_same_outcome(tmp_path / "whole", tmp_path / "resumed")
     metrics, weights = outcome(tmp_path / "whole")
     for step in (0, 1):
-        for name, value in expected[step].items():
-            # In DPO's first step all margins are 0, and rounding decides their signs.
-            if name != "pair_accuracy" or abs(expected[step]["margin"]) > 1e-5:
-                assert metrics[step][name] == pytest.approx(value, rel=0.3, abs=0.15), name
+        assert_close(metrics[step], expected[step], rel=0.3, abs=0.15)
     recomputed = read_metrics(tmp_path / "recomputed")[1]
     assert recomputed["grad_norm"] == pytest.approx(metrics[1]["grad_norm"], rel=0.02)
     assert metrics[1].get("sampler_gap", 0) < 0.002  # log-probs of a forward pass, and of one that decodes
@@ -704,10 +709,7 @@ def test_tensors_of_the_gpu_meet_none_of_the_cpu(script, small, whole_run, tmp_p
     done = run_script(*small(script), "--output_dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     for metrics, on_cpu in zip(read_metrics(tmp_path / "run"), expected, strict=True):
-        for name in on_cpu.keys() - TIMING:
-            # In DPO's first step all margins are 0, and rounding decides their signs.
-            if name != "pair_accuracy" or abs(on_cpu["margin"]) > 1e-5:
-                assert metrics[name] == pytest.approx(on_cpu[name], rel=1e-3, abs=1e-5), name
+        assert_close(metrics, on_cpu, rel=1e-3, abs=1e-5)
     assert bool(graph_steps) == (script not in ("dpo", "reward_model"))  # these sample nothing
 
 
@@ -771,10 +773,7 @@ def test_two_processes_give_the_numbers_of_one(script, whole_run, small, job, tm
             assert done.returncode == 0, done.stderr
             metrics.append(read_metrics(longer)[4])
     for alone, together in zip(one, two):
-        for name in together.keys() - TIMING:
-            # In DPO's first step all margins are 0, and rounding decides their signs.
-            if name != "pair_accuracy" or abs(alone["margin"]) > 1e-5:
-                assert together[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-5), name
+        assert_close(together, alone, rel=1e-3, abs=1e-5)
     assert (job / script / "model" / "model.safetensors").exists()
     assert shared or script != LARGE_GROUPS  # the single process did read prefixes once
 
