@@ -2595,7 +2595,7 @@ _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; 
     """, re.X)
 # The area is 12\pi
 _STATEMENT = re.compile(r"(?!(?:.* (?:is|are|equals) ){2}|.*\b(?:not|never)\b)[A-Z][^=]* (?:is|are|equals) (.+)")
-_NUMBER = re.compile(r"(?<!\S)-?\d(?:\S*\w)?")
+_NUMBER = re.compile(r"(?<!\S)-?\d(?:\S*\w)?")  # a word that begins with a digit: 18, 1/2, 18/day
 
 
 def is_equivalent(prediction, answer) -> bool:
@@ -2676,7 +2676,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
      lambda pair: rf"\{'frac' if pair[2] == 'over' else 'binom'}{{{pair[1].strip()}}}{{{pair[3].strip()}}}"),
     # 44 \pmod{83}, 44 (mod 83) and 44 \mod 83 are 44 mod83, 07:30 is 7:30
     (r" ?(?:\\p?mod ?\{? ?|\( ?\\?b?mod )(\d+) ?[})]?", r" mod\1"), (r"\b0(?=\d:\d\d)", ""),
-    # words: 12^{th} is 12, 2 million is 2*10^6, 8 square feet is 8 feet^2, about 45 is 45, an ellipse is ellipse
+    # words: 12^{th} is 12, 2 million is 2*10^6, 8 square feet is 8 feet^2; about 45 and so, 45 are 45; an ellipse
     (r"(?<=\d) ?\^? ?\{? ?(?:st|nd|rd|th)\b ?\}?", " "),
     (r"(?<=\d) ?([Hh]undred|[Tt]housand|[Mm]illion|[Bb]illion)\b",
      lambda times: "*10^" + {"h": "2", "t": "3", "m": "6", "b": "9"}[times[1][0].lower()]),
