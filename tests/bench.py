@@ -162,8 +162,9 @@ def rollout(args, lengths: str, greedy_check: int = 32) -> dict:
     P, G, device = args.prompts, args.group, args.device
     T = args.tokens or (512 if args.model != "tiny" else 40 if lengths == "fixed" else 256)
     mean = T if lengths == "fixed" else T / 8
-    common.setup_device()
-    model = random_model(args.model, device, dtype=torch.bfloat16 if device == "cuda" else None).eval()
+    torch_device = common.setup_device()
+    model = random_model(args.model, device, dtype=torch.bfloat16 if device == "cuda" else None)
+    model.eval().requires_grad_(False)
     V = model.config.vocab_size
     ends = [] if lengths == "fixed" else list(range(V - max(1, round(V / mean)), V))
     model.generation_config.eos_token_id = ends or None
@@ -172,34 +173,36 @@ def rollout(args, lengths: str, greedy_check: int = 32) -> dict:
     prompts = [torch.randint(2, V // 2, (8 + i % 8,)).tolist() for i in range(P)]
     prompt_ids, prompt_mask, _ = common.collate(prompts, [[]] * P, 0, device)
     L = prompt_ids.shape[1]
+    counts = {"ours": [], "generate": []}
 
     def generate(rows_each, tokens, **how):
         return model.generate(
             input_ids=prompt_ids.repeat_interleave(rows_each, 0), use_cache=True, max_new_tokens=tokens,
             attention_mask=prompt_mask.repeat_interleave(rows_each, 0), pad_token_id=0, **how)[:, L:]
-    ours = common.sample(model, tokenizer, prompts, 1, greedy_check, greedy=True).input_ids[:, L:]
-    theirs = generate(1, greedy_check, do_sample=False)
-    width = min(ours.shape[1], theirs.shape[1])
-    # On CUDA some rows may differ, because bfloat16 kernels round differently for different shapes.
-    same = (ours[:, :width] == theirs[:, :width]).all(1).float().mean().item()
-    if device == "cpu" and (same < 1 or ours.shape != theirs.shape):
-        raise SystemExit("greedy tokens differ from generate's")
 
-    counts = {"ours": [], "generate": []}
-    def sample_ours():
-        drawn = common.sample(model, tokenizer, prompts, G, T).lengths
-        counts["ours"].append((drawn.sum().item(), drawn.max().item()))
     def sample_theirs():
         out = generate(G, T, do_sample=True, top_k=0, top_p=1.0)
         ended = torch.isin(out, torch.tensor(ends or [-1], device=device)).int()
         drawn = torch.where(ended.any(1), ended.argmax(1) + 1, out.shape[1])
         counts["generate"].append((drawn.sum().item(), drawn.max().item()))
-    reset_peak(device)
-    seconds = timed(sample_ours, device, args.repeats)
-    peak = peak_memory(device)
+
+    def sample_ours():
+        drawn = common.sample(model, tokenizer, prompts, G, T).lengths
+        counts["ours"].append((drawn.sum().item(), drawn.max().item()))
+    theirs = generate(1, greedy_check, do_sample=False)
     reset_peak(device)
     generate_seconds = timed(sample_theirs, device, args.repeats)
     generate_peak = peak_memory(device)
+    model = common.shard(model, torch_device)  # now as the scripts load it
+    ours = common.sample(model, tokenizer, prompts, 1, greedy_check, greedy=True).input_ids[:, L:]
+    width = min(ours.shape[1], theirs.shape[1])
+    # On CUDA some rows may differ, because bfloat16 kernels round differently for different shapes.
+    same = (ours[:, :width] == theirs[:, :width]).all(1).float().mean().item()
+    if device == "cpu" and (same < 1 or ours.shape != theirs.shape):
+        raise SystemExit("greedy tokens differ from generate's")
+    reset_peak(device)
+    seconds = timed(sample_ours, device, args.repeats)
+    peak = peak_memory(device)
     tokens, longest = (statistics.mean(column) for column in zip(*counts["ours"][1:]))
     rate, generate_rate = tokens / seconds, statistics.mean(c[0] for c in counts["generate"][1:]) / generate_seconds
     # The average over tokens. Long rows have more of them, which doubles it where lengths are geometric.
