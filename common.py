@@ -522,6 +522,8 @@ def shard(model, device: torch.device):
     # The root takes the parameters of layers that share some (Zamba): a parameter can be in one FSDP module only.
     uses = collections.Counter(id(parameter) for layer in layers for parameter in layer.parameters())
     own = [layer for layer in layers if all(uses[id(parameter)] == 1 for parameter in layer.parameters())]
+    if is_small(model, device):
+        own = []
     # Inputs keep the dtype that the model gave them (rotary angles: float32), as they would without FSDP.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in [*own, model]:
@@ -542,6 +544,14 @@ def shard(model, device: torch.device):
         # It says which tokens end a completion, and only rank 0 has read it.
         model.generation_config = from_main_rank(getattr(model, "generation_config", None))
     return model
+
+
+def is_small(model, device: torch.device) -> bool:
+    """Can one GPU spare 12 bytes a parameter, for all weights and gradients in bfloat16 and the latter in float32 twice,
+    with a fifth of its memory? Then the model is one FSDP module. A module for each layer would need this for one layer
+    at a time, but what FSDP does for each of them takes as long as the rest of a pass over few tokens."""
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return device.type == "cuda" and world_size() == 1 and 12 * size < torch.cuda.mem_get_info(device)[1] / 5
 
 
 def fuse_norms(model):
@@ -1309,7 +1319,7 @@ class RoomyLayer(DynamicLayer):
         self.keys, self.values = self.keys[:len(stay)], self.values[:len(stay)]
 
 
-# A capture takes 0.1 s (an estimate), so a graph has at least this many columns, or all that the cache has, and a graph
+# A capture takes 0.03 to 0.1 s on an H200, so a graph has at least this many columns, or all that the cache has, and a graph
 # of no more rows than this is kept until all of them have ended.
 LEAST_COLUMNS, LEAST_ROWS = 256, 16
 
@@ -1466,9 +1476,9 @@ def join_drawn(drawn, pad_id: int):
 #   SlicedLogprobs       memory: of the logits only some columns exist at a time
 
 HEAD_SLICE = {"cpu": 2 ** 21, "cuda": 2 ** 25}  # logits (tokens × vocabulary) at a time: 8 MB, 128 MB in float32
-# A prefix is read once if that saves more tokens than this, and a fifth of all: the extra pass costs as much. (On CUDA,
-# where it also gathers the weights and reduces the gradients once more, that is an estimate for 1.5B parameters.)
-SHARED_TOKENS = {"cpu": 400, "cuda": 4000}
+# A prefix is read once if that saves more tokens than this, and a fifth of all: the extra pass costs as much. (On an
+# H200, forward and backward of 1.5B parameters take 0.13 s, however few the tokens, and 0.2 s for 10,000.)
+SHARED_TOKENS = {"cpu": 400, "cuda": 10_000}
 
 
 def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int, temperature: float = 1.0):

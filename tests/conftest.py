@@ -74,6 +74,8 @@ def one_gpu(monkeypatch):
         return set_up()
     monkeypatch.setattr(common, "setup_device", setup_device)
     monkeypatch.setattr(common, "compute_dtype", lambda device: torch.bfloat16)
+    shard = common.shard
+    monkeypatch.setattr(common, "shard", lambda model, device: common.fuse_norms(model) or shard(model, device))
     yield helpers.use_graph_steps(monkeypatch)
     if dist.is_initialized():
         dist.destroy_process_group()

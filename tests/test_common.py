@@ -715,6 +715,25 @@ def test_a_sliding_window_that_no_row_reaches_hides_nothing(window, graph, monke
     assert torch.equal(rollout.input_ids, expected) and bool(steps) == graph
 
 
+@pytest.mark.parametrize("architecture, fused", [("Qwen2", 5), ("Llama", 5), ("Qwen3", 9), ("Gemma2", 0), ("GPT2", 0)])
+def test_only_llamas_rmsnorm_is_fused(architecture, fused):
+    """Gemma 2 multiplies by 1 + weight, GPT-2 also subtracts the mean. Values and gradients stay what they are."""
+    model, _ = random_model(architecture)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.rand_like(parameter)  # no weight is just 1
+
+    def run():
+        model.zero_grad()
+        logits = model(input_ids=torch.arange(5, 25).view(2, 10)).logits
+        logits.square().mean().backward()
+        return [logits, *(parameter.grad.clone() for parameter in model.parameters())]
+    plain = run()
+    common.fuse_norms(model)
+    assert sum(module.forward.__func__ is common.fused_norm for module in model.modules()) == fused
+    for ours, expected in zip(run(), plain):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_a_gathered_model_runs_without_hooks_which_then_come_back():
     model, _ = random_model("Qwen2")
     ids, calls = torch.ones(1, 3, dtype=torch.long), []
