@@ -712,6 +712,7 @@ def test_tensors_of_the_gpu_meet_none_of_the_cpu(script, small, whole_run, tmp_p
     assert done.returncode == 0, done.stderr
     for metrics, on_cpu in zip(read_metrics(tmp_path / "run"), expected, strict=True):
         assert_close(metrics, on_cpu, rel=1e-3, abs=1e-5)
+    assert done.stderr.count("a larger --micro_batch_tokens makes updates faster") == 1
     assert bool(graph_steps) == (script not in ("dpo", "reward_model"))  # these sample nothing
 
 
