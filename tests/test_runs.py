@@ -680,14 +680,14 @@ def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp
 
 @pytest.mark.parametrize("script", ["grpo", "ppo", "dpo", "reward_model"])
 def test_a_run_as_on_one_gpu_agrees_with_float32_and_resumes(script, small, whole_run, tmp_path, request, monkeypatch):
-    """FSDP2 in a single process, as one module or (recomputed) with one per layer, bfloat16, fused norms and GraphStep;
-    only the kernels are a CPU's (test_cuda.py: those of a GPU).
+    """FSDP2 in a single process, as one module or (resumed) with one per layer, bfloat16, fused norms and GraphStep; only
+    the kernels are a CPU's (test_cuda.py: those of a GPU).
 
     Bfloat16 has 8 bits. So the first step agrees up to a few percent, or a bit more where a sampled token differs.
     """
     expected, _ = outcome(whole_run(script))
     graph_steps = request.getfixturevalue("one_gpu")
-    monkeypatch.setattr(common, "is_small", lambda *_: name != "recomputed")
+    monkeypatch.setattr(common, "is_small", lambda *_: name != "resumed")
     for name, *flags in (["whole", 2], ["resumed", 1], ["resumed", 2, "--resume"],
                          ["recomputed", 1, "--gradient_checkpointing"]):
         done = run_script(*small(script), "--eval_every", 1, "--output_dir", tmp_path / name, "--steps", *flags)
