@@ -507,7 +507,8 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 
 def shard(model, device: torch.device):
-    """FSDP2: each rank keeps a share of every parameter, and gathers one layer at a time to compute with it.
+    """FSDP2: each rank keeps a share of every parameter, and gathers one layer at a time to compute with it (or, if the
+    model `is_small`, all at once).
 
     On CUDA the gathered copy is bfloat16, while shard, gradient and optimizer state stay float32. This is also how a
     single GPU gets its mixed precision. Gradients are summed over ranks, not averaged, since token weights are global.
@@ -547,9 +548,9 @@ def shard(model, device: torch.device):
 
 
 def is_small(model, device: torch.device) -> bool:
-    """Can one GPU spare 12 bytes a parameter, for all weights and gradients in bfloat16 and the latter in float32 twice,
-    with a fifth of its memory? Then the model is one FSDP module. A module for each layer would need this for one layer
-    at a time, but what FSDP does for each of them takes as long as the rest of a pass over few tokens."""
+    """Can one GPU spare 12 bytes a parameter, a fifth of its memory at most? All weights and gradients in bfloat16, and
+    two float32 copies of the gradients, take that. Then the model is one FSDP module. (With one per layer they exist
+    for a layer at a time, but FSDP's work for each module doubles a short pass: 0.5B, 4,096 tokens, H200.)"""
     size = sum(parameter.numel() for parameter in model.parameters())
     return device.type == "cuda" and world_size() == 1 and 12 * size < torch.cuda.mem_get_info(device)[1] / 5
 
@@ -559,8 +560,9 @@ def fuse_norms(model):
     def body(cls):
         code = getattr(cls.forward, "__code__", None)
         return code and (code.co_code, code.co_names, code.co_consts)
+    llama = body(LlamaRMSNorm)
     for module in model.modules():
-        if body(type(module)) == body(LlamaRMSNorm):
+        if llama and body(type(module)) == llama:
             module.forward = types.MethodType(fused_norm, module)
 
 
@@ -1319,8 +1321,8 @@ class RoomyLayer(DynamicLayer):
         self.keys, self.values = self.keys[:len(stay)], self.values[:len(stay)]
 
 
-# A capture takes 0.03 to 0.1 s on an H200, so a graph has at least this many columns, or all that the cache has, and a graph
-# of no more rows than this is kept until all of them have ended.
+# A capture takes 0.03 to 0.1 s on an H200, so a graph has at least this many columns, or all that the cache has, and a
+# graph of no more rows than this is kept until all of them have ended.
 LEAST_COLUMNS, LEAST_ROWS = 256, 16
 
 
@@ -1364,13 +1366,13 @@ class GraphStep:
 
     def run(self):
         seen = self.mask & (self.columns <= self.column)  # [m, width]
-        # As numbers to add to the scores: of a boolean mask, every layer would make them anew.
-        dtype = self.cache.layers[0].keys.dtype
-        hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)
+        # As numbers to add to the scores, made once: from a boolean mask, every layer would make them again.
+        bias = torch.zeros(seen.shape, dtype=self.cache.layers[0].keys.dtype, device=seen.device)
+        bias.masked_fill_(~seen, -math.inf)
         # Under the name "sdpa" and not one of its own, because some models (Falcon) compare the name with that.
         AttentionInterface.register("sdpa", one_token_attention)
         try:
-            return self.forward(self.ids, hidden[:, None, None], self.position)
+            return self.forward(self.ids, bias[:, None, None], self.position)
         finally:
             AttentionInterface.register("sdpa", sdpa_attention_forward)
 
@@ -1401,7 +1403,7 @@ def one_token_attention(module, query, key, value, attention_mask, **kwargs):
 
 
 def can_use_graph(model, cache) -> bool:
-    """Only "sdpa" takes GraphStep's 4D boolean mask; sliding windows that fill up are no RoomyLayers."""
+    """Only "sdpa" takes GraphStep's 4D mask; sliding windows that fill up are no RoomyLayers."""
     return (model.device.type == "cuda" and not hasattr(model, "no_graph")
             and model.config._attn_implementation == "sdpa"
             and all(isinstance(layer, RoomyLayer) for layer in cache.layers) and takes(model, "position_ids"))
@@ -1475,11 +1477,12 @@ def join_drawn(drawn, pad_id: int):
 #   hidden_states        left padding, and (`read_prefixes_once`) prefixes that several rows share
 #   SlicedLogprobs       memory: of the logits only some columns exist at a time
 
-# Logits (tokens × vocabulary) at a time: 8 MB, 128 MB in float32. (On an H200, a fourth of these would make an update of
-# 1.5B parameters a third slower, four times as many 2% faster.)
+# Logits (tokens × vocabulary) at a time: 8 MB, 128 MB in float32. (On an H200, a quarter as many make forward and
+# backward of 1.5B parameters a third slower, four times as many 2% faster.)
 HEAD_SLICE = {"cpu": 2 ** 21, "cuda": 2 ** 25}
 # A prefix is read once if that saves more tokens than this, and a fifth of all: the extra pass costs as much. (On an
-# H200, forward and backward of 1.5B parameters take 0.13 s, however few the tokens, and 0.2 s for 10,000.)
+# H200, forward and backward of 1.5B parameters take at least 0.13 s, and 0.23 s for 10,000 tokens. To save up to 7,000
+# made both slower; 10,000 is extrapolated.)
 SHARED_TOKENS = {"cpu": 400, "cuda": 10_000}
 
 
@@ -2249,11 +2252,6 @@ class Run:
             self.bar.set_postfix({name: format(metrics[name], spec) for name, spec in shown.items() if name in metrics},
                                  refresh=False)
             self.bar.update(step > 0)
-            if step == 1 and self.device.type == "cuda":
-                used, total = metrics["peak_memory_mb"] / 2 ** 10, torch.cuda.mem_get_info()[1] / 2 ** 30
-                if used < total / 3:
-                    say(f"step 1 took {used:.0f} of the GPU's {total:.0f} GB of memory: a larger --micro_batch_tokens "
-                        "makes updates faster, and changes no gradient")
         if evaluation := [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval_")]:
             say(f"step {step}: {', '.join(evaluation)}")
 

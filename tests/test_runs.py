@@ -679,9 +679,9 @@ def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp
 # --------------------------------------------------------------------------------------- one GPU, played by a CPU
 
 @pytest.mark.parametrize("script", ["grpo", "ppo", "dpo", "reward_model"])
-def test_a_run_as_on_one_gpu_agrees_with_float32_and_resumes(script, small, whole_run, tmp_path, request, monkeypatch):
-    """FSDP2 in a single process, as one module or (resumed) with one per layer, bfloat16, fused norms and GraphStep; only
-    the kernels are a CPU's (test_cuda.py: those of a GPU).
+def test_a_run_as_on_one_gpu_agrees_with_float32_and_resumes(script, small, whole_run, tmp_path, monkeypatch, request):
+    """FSDP2 in a single process, as one module or (resumed) with one per layer, bfloat16, fused norms and GraphStep.
+    Only the kernels are a CPU's (test_cuda.py: those of a GPU).
 
     Bfloat16 has 8 bits. So the first step agrees up to a few percent, or a bit more where a sampled token differs.
     """
@@ -712,7 +712,6 @@ def test_tensors_of_the_gpu_meet_none_of_the_cpu(script, small, whole_run, tmp_p
     assert done.returncode == 0, done.stderr
     for metrics, on_cpu in zip(read_metrics(tmp_path / "run"), expected, strict=True):
         assert_close(metrics, on_cpu, rel=1e-3, abs=1e-5)
-    assert done.stderr.count("a larger --micro_batch_tokens makes updates faster") == 1
     assert bool(graph_steps) == (script not in ("dpo", "reward_model"))  # these sample nothing
 
 
