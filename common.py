@@ -221,15 +221,19 @@ def launch(main, Config) -> None:
     try:
         main(parse_config(Config, sys.argv[1:]))
     except KeyboardInterrupt:  # before `Run.start`, which leaves signals to `Run.note_signal`: nothing to save yet
-        sys.exit(130)
-    except (UserError, RuntimeError) as error:
-        if deserted := re.search("gloo.* by peer", str(error)):  # "Connection closed by peer"
+        leave(130, together=False)
+    except Exception as error:
+        text = str(error) if isinstance(error, (UserError, RuntimeError)) else ""
+        if deserted := re.search("gloo.* by peer", text):  # "Connection closed by peer"
             error = TrainingFailed("another process of this run has ended (the last checkpoint, if any, is intact)")
-        elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # a GPU's; the CPU's
+        elif re.search("out of memory|can't allocate memory", text):  # a GPU's, also to NCCL; the CPU's
             error = TrainingFailed(f"out of memory {memory_advice(error)} (the last checkpoint, if any, is intact): "
-                                   f"{str(error).splitlines()[0]}")
-        elif not isinstance(error, UserError):
-            raise
+                                   f"{text.splitlines()[0]}")
+        elif not isinstance(error, UserError):  # a bug
+            if world_size() == 1:
+                raise
+            traceback.print_exc()
+            leave(1, together=False)
         if deserted or os.environ.get("LOCAL_RANK", "0") != "0":
             # Most errors reach all ranks, and rank 0 reports them: when it exits, torchrun ends this process. One that
             # is still there after this wait has an error of its own.
@@ -281,6 +285,9 @@ def setup_device() -> torch.device:
     cuda, torchrun = torch.cuda.is_available(), "RANK" in os.environ
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
+        if (processes := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > torch.cuda.device_count():
+            raise UserError(f"{processes} processes see {torch.cuda.device_count()} GPU(s): want one for each "
+                            "(torchrun --nproc-per-node)")
         torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for each shape; NaN with some masks (pytorch #196678)
     else:
@@ -302,6 +309,7 @@ def setup_device() -> torch.device:
         # Ranks wait while another samples for longer, or rank 0 downloads. The defaults are too short for that: ten
         # minutes for NCCL, half an hour for gloo.
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(hours=6), **job)
+        sum_over_ranks(torch.zeros(1, device=device))  # NCCL allocates memory in its first sum, now that there is some
     return device
 
 
@@ -1168,6 +1176,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
             tokens[rows], logprobs[rows] = decode(model, prompt_ids, prompt_mask, rows // group_size, ends,
                                                   max_new_tokens, uniforms[rows.cpu()].to(device), temperature)
 
+    gather_in_order([None])  # waits for the slowest rank: one that waits inside NCCL notices no failure of another
     tokens, logprobs = sum_over_ranks(tokens), sum_over_ranks(logprobs)  # until here, other ranks' rows are zero
     is_end = torch.isin(tokens, ends)
     finished = is_end.any(1)

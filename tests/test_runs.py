@@ -663,11 +663,14 @@ def test_gradient_checkpointing_changes_nothing_and_frozen_layers_stay(script, s
     assert moved == {"1", "2"}
 
 
-@pytest.mark.parametrize("function, advice", [("sample", "or start again with a lower --prompts_per_step"),
-                                              ("token_logprobs", "--resume with a lower --micro_batch_tokens")])
-def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, advice, tmp_path, monkeypatch):
+@pytest.mark.parametrize("function, error, advice", [
+    ("sample", "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')",
+     "or start again with a lower --prompts_per_step"),
+    ("token_logprobs", "torch.distributed.DistBackendError('NCCL error\\nCuda failure 2 out of memory')",
+     "--resume with a lower --micro_batch_tokens")])
+def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, error, advice, tmp_path, monkeypatch):
     scope = {"torch": torch}
-    exec(f"def {function}(*args): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')", scope)
+    exec(f"def {function}(*args): raise {error}", scope)
     monkeypatch.setattr(importlib.import_module("grpo"), function, scope[function])
     done = run_script("grpo.py", "--prompts_per_step", 2, "--output_dir", tmp_path / "run")
     message, = [line for line in done.stderr.replace("\r", "\n").splitlines() if "error" in line]
@@ -870,3 +873,23 @@ def test_a_process_that_lost_another_says_so_in_one_line(error, said, monkeypatc
         common.launch(main, common.RunConfig)
     assert stopped.value.code == getattr(error, "exit_code", 1)
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"grpo.py: error: {said}")
+
+
+def test_a_bug_in_one_of_several_processes_ends_it_at_once(monkeypatch, capsys):
+    """A Python that shuts down by itself would also shut NCCL down, which may wait for the other processes."""
+    def main(cfg):
+        raise KeyError("a bug")
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    monkeypatch.setattr(common, "world_size", lambda: 2)
+    monkeypatch.setattr(os, "_exit", lambda code: sys.exit(f"_exit({code})"))
+    with pytest.raises(SystemExit, match=r"^_exit\(1\)$"):
+        common.launch(main, common.RunConfig)
+    assert capsys.readouterr().err.endswith("KeyError: 'a bug'\n")
+
+
+def test_every_process_wants_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(common.UserError, match=r"^8 processes see 4 GPU\(s\): want one for each"):
+        common.setup_device()
