@@ -389,6 +389,9 @@ def memory(args) -> dict:
               (a) recomputed activations; embedding and head in bfloat16, and their gradient; and the larger of the
                   slices of logits and of two layers in bfloat16 with a gradient that FSDP2 copies to float32 to reduce
               (b) embedding and head while FSDP2 reduces their gradient
+
+    Two things differ on a GPU: a model that is one FSDP module (`is_small`) takes up to 12 bytes a parameter more, and
+    fused RMSNorms keep less for the backward pass.
     """
     tokens = args.micro_batch_tokens or 4096
     hidden, _, layers, *_ = SHAPES[args.model]
