@@ -309,7 +309,7 @@ def setup_device() -> torch.device:
         # Ranks wait while another samples for longer, or rank 0 downloads. The defaults are too short for that: ten
         # minutes for NCCL, half an hour for gloo.
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(hours=6), **job)
-        sum_over_ranks(torch.zeros(1, device=device))  # NCCL allocates memory in its first sum, now that there is some
+        sum_over_ranks(torch.zeros(1, device=device))  # NCCL's first sum allocates memory: now there still is some
     return device
 
 
