@@ -281,7 +281,7 @@ def memory_advice(error: BaseException) -> str:
 # --------------------------------------------------------------------------------------------------- processes
 
 def setup_device() -> torch.device:
-    """Join the torchrun job, if there is one; return this process's device."""
+    """Join the torchrun job, if there is one; return this process's device. UserError if a GPU would have two."""
     cuda, torchrun = torch.cuda.is_available(), "RANK" in os.environ
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
@@ -573,6 +573,7 @@ def fuse_norms(model):
 
 
 def fused_norm(module, hidden):
+    """The forward method of such an RMSNorm: [..., H] -> [..., H]."""
     return F.rms_norm(hidden, module.weight.shape, module.weight, module.variance_epsilon)
 
 

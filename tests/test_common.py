@@ -715,6 +715,15 @@ def test_a_sliding_window_that_no_row_reaches_hides_nothing(window, graph, monke
     assert torch.equal(rollout.input_ids, expected) and bool(steps) == graph
 
 
+@pytest.mark.parametrize("device, ranks, bytes_each, small", [
+    ("cuda", 1, 61, True), ("cuda", 1, 59, False), ("cuda", 2, 61, False), ("cpu", 1, 61, False)])
+def test_12_bytes_a_parameter_of_a_small_model_are_under_a_fifth(device, ranks, bytes_each, small, monkeypatch):
+    model = torch.nn.Linear(10, 9)  # 99 parameters
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 99 * bytes_each))
+    monkeypatch.setattr(common, "world_size", lambda: ranks)
+    assert common.is_small(model, torch.device(device)) == small
+
+
 @pytest.mark.parametrize("architecture, fused", [("Qwen2", 5), ("Llama", 5), ("Qwen3", 9), ("Gemma2", 0), ("GPT2", 0)])
 def test_only_llamas_rmsnorm_is_fused(architecture, fused):
     """Gemma 2 multiplies by 1 + weight, GPT-2 also subtracts the mean. Values and gradients stay what they are."""
