@@ -976,7 +976,8 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
     """Rows `prompt`, `chosen`, `rejected`; or whole dialogues without `prompt`; or `prompt`, `responses` (best first).
 
     Optional `scores` order the responses, and may tie. Not yet encoded. Rows that teach nothing, because their answers
-    are equal or tie (also by `tie: true` or `margin: 0`), are left out, with a line that says how many.
+    are equal or tie (also by `tie: true`, `margin: 0` or equal `score_chosen` and `score_rejected`), are left out, with
+    a line that says how many.
     """
     source = str(build_tiny_preferences(data, split)) if is_built_in(data) else data
     preferences = []
@@ -1035,7 +1036,8 @@ def read_preference(row: dict) -> Preference | None:
     best = {}  # answer: score, best first; of equal answers the best counts
     for answer, score in sorted(zip(answers, scores), key=lambda pair: -pair[1]):
         best.setdefault(answer, float(score))
-    if row.get("tie") or margin == 0 or len(set(best.values())) == 1:
+    rated = row.get("score_chosen"), row.get("score_rejected")  # UltraFeedback has both
+    if row.get("tie") or margin == 0 or is_number(rated[0]) and rated[0] == rated[1] or len(set(best.values())) == 1:
         return None
     return Preference(prompt, [], list(best), [], list(best.values()), float(margin or 0))
 
@@ -1047,7 +1049,7 @@ def is_number(value) -> bool:
 
 def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str) -> list[Preference]:
     """Fill in the token ids of prompts and answers, written as the template writes a conversation (`answer_form`).
-    Answers are cut at --max_completion_tokens or where the context ends."""
+    Answers are cut at --max_completion_tokens or where the context ends. Rows that then have no pair are left out."""
     surplus, lead, end = answer_form(tokenizer)
     endings = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens([end, tokenizer.eos_token_id])))
     endings = rf"(({endings})\s*)+$"  # some data has them already
@@ -1056,12 +1058,21 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
     encoded, cut = iter(encode_answers(tokenizer, given, lead)), 0
     for preference in kept:
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
-        whole = [next(encoded) + [end] for _ in preference.answers]
-        preference.answer_ids = [answer[:room] for answer in whole]
-        cut += sum(len(answer) > room for answer in whole)
+        best = {}  # answers that begin alike may be equal once they are cut: as in `read_preference`, the best counts
+        for answer, score in zip(preference.answers, preference.scores):
+            whole = next(encoded) + [end]
+            best.setdefault(tuple(whole[:room]), (answer, score))
+            cut += len(whole) > room
+        preference.answer_ids = [list(ids) for ids in best]
+        preference.answers, preference.scores = map(list, zip(*best.values()))
     if cut:
         say(f"{what}: cut {cut} of {len(given)} answers, at --max_completion_tokens or where the context ends")
-    return kept
+    differ = [preference for preference in kept if preference.pairs]
+    if kept and not differ:
+        raise UserError(f"{what}: no rows left: as tokens, all answers of a row are equal (--max_completion_tokens?)")
+    if len(differ) < len(kept):
+        say(f"{what}: left out {len(kept) - len(differ)} of {len(kept)} rows whose answers are equal as tokens")
+    return differ
 
 
 def collate_preferences(preferences: list[Preference], pad_id: int, device):
@@ -1135,8 +1146,8 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     prompts: strings (or a single one), used as they are, without a chat template; or unpadded lists of token ids.
     Temperature 0 is greedy. Any top-k, top-p or penalty in the model's generation config is ignored: the policy that is
     scored must be the policy that sampled. Collective: every rank passes the same prompts, decodes its share of the
-    rows and gets the whole rollout. Raises ValueError if the ranks' prompts differ, if there are none, or if one has no
-    tokens, and UserError if the model takes no DynamicCache.
+    rows and gets the whole rollout. Raises ValueError if the ranks' prompts differ, if there are none, if one has no
+    tokens, or if a number is below 1, and UserError if the model takes no DynamicCache.
 
     A token is drawn by inverting the cumulative distribution at a uniform random number. Every (row, position) has its
     own number, drawn up front. So apart from rounding in the model, the samples do not depend on which rows share a
@@ -1154,6 +1165,8 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
         prompts = [[int(token) for token in prompt] for prompt in prompts]
     if len(set(gather_in_order([zlib.crc32(repr(prompts).encode())]))) > 1:  # a checksum is enough
         raise ValueError("sample is collective: every rank must pass the same prompts")
+    if min(group_size, max_new_tokens) < 1:
+        raise ValueError("want a group_size and max_new_tokens of at least 1")
     if not prompts or not all(prompts):
         raise ValueError("no prompt, or a prompt without tokens: there is nothing to condition on")
     if not cache_argument(model) or not model._supports_default_dynamic_cache():  # the latter: RWKV, MiniMax
@@ -1518,8 +1531,8 @@ def once_each(function, model, input_ids, attention_mask, *args):
     """The tensors [B, …] that `function(model, input_ids, attention_mask, *args)` returns. Equal rows, as short
     completions of a prompt often are, are computed once, and their gradients add up."""
     distinct, copy_of = distinct_rows(input_ids.where(attention_mask > 0, -1))
-    if len(distinct) == len(input_ids):
-        return call_gathered(function, model, input_ids, attention_mask.long(), *args)
+    if len(distinct) == len(input_ids):  # padding may be no token at all, such as -100
+        return call_gathered(function, model, input_ids.where(attention_mask > 0, 0), attention_mask.long(), *args)
     out = call_gathered(function, model, distinct.clamp(min=0), (distinct >= 0).long(), *args)
     return tuple(values.index_select(0, copy_of) for values in out)
 
@@ -2546,7 +2559,7 @@ _HEADING = re.compile(r"""
     |
       # "Answer: 18", "A: 18" or "#### 18"; no "#### Step 1" or "#### 1. Read it"; with more below, no "#### Part 1"
       (?: A(?:ns)?: | (?i:(?:final[ ])?answer[ ]?:)
-        | \#\#\#\# (?! [ ]*\**[A-Z][a-z]+ (?: [^\n\d]*:\** | [ ][a-z][^\n\d]* ) \n\s*[^\s<`] )
+        | \#\#\#\# (?! [ ]*\**[A-Z][a-z] (?: [^\n\d]*:\** | [a-z]*[ ][a-z][^\n\d]* ) \n\s*[^\s<`] )
           (?! [ ]*\**(?: Final | Part | Method | Alternative | Analysis | Setup | Calculation | Given | Summary | Result
                       | Key | Additional | Example | Problem | Question )s?\b [^\n:=]* \n\s*[^\s<`] ) )
       [ \t]* (?: (?: \\\[ | \$\$ ) \s* )?
@@ -2639,6 +2652,8 @@ _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; 
     """, re.X)
 # The area is 12\pi
 _STATEMENT = re.compile(r"(?!(?:.* (?:is|are|equals) ){2}|.*\b(?:not|never)\b)[A-Z][^=]* (?:is|are|equals) (.+)")
+# So, she saved 36 - 15 = 21 dollars: the equation at its end
+_WORKED = re.compile(r"(?!.*\b(?:not|never)\b)[A-Z].*[a-z]{2}(?:[,:]? |=)([-(]?\d[^a-zA-Z=]*=[^=,]*)")
 _NUMBER = re.compile(r"(?<!\S)-?\d(?:\S*\w)?")  # a word that begins with a digit: 18, 1/2, 18/day
 
 
@@ -2662,6 +2677,8 @@ def is_equivalent(prediction, answer) -> bool:
             return option[1] == other.strip("()[]. ") or _same(_clean(option[2]), other)
         if _SENTENCE.fullmatch(side) and len(numbers := _NUMBER.findall(side)) == 1:  # a sentence, with its only number
             return _same(numbers[0], other)
+        if worked := _WORKED.fullmatch(side):
+            return _same(worked[1], other)
         if statement := _STATEMENT.fullmatch(side):
             return _same(statement[1].strip(), other)
     return False
@@ -2868,8 +2885,7 @@ def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     if kind[-1] == "=":
         is_name = re.fullmatch(r"(?!-)\D*(?:_\{?[\d/]+\}?|(?:\^\{-1\})?\(-?[^()+-]*\))?\s*", sides[0])  # x, x_1, f(-2)
         is_name = is_name or sides[-1].startswith("[[")  # A^{-1} before a matrix
-        worked = re.sub(r"^[A-Z][A-Za-z', ]* ", "", sides[0])  # He ran 3 + 16 = 19 miles
-        return _same(sides[-1], plain, depth) and (bool(is_name) or _same_value(worked, plain))
+        return _same(sides[-1], plain, depth) and (bool(is_name) or _same_value(sides[0], plain))
     if kind == "≠" and _LETTER.fullmatch(sides[0]):
         return _same(f"(-\\infty,{sides[1]})∪({sides[1]},\\infty)", plain, depth)
     if len(sides) == 2:  # x < 3 is -\infty < x < 3
@@ -2904,7 +2920,7 @@ _UNIT = re.compile(r"""
         | oz | mph | USD | of | [APap]\.?[Mm]
         | (?<=\s) k? (?: [NJVAWCFsh] | Hz | eV | Pa ) ) (?![A-Za-z])
       (?: [\s.]* \^ \{? -?[23] \}? | [23]
-        | [\s./()-]+ (?: [A-Za-z]{2,} | [ahmsA-Z] ) (?![A-Za-z]) )* [\s.)]*
+        | [\s./()'-]+ (?: [A-Za-z]{2,} | [ahmsA-Z] ) (?![A-Za-z]) )* [\s.)]*
     | (?<=\d) _ \{?[ ]?\d+[ ]?\}? )$""", re.X)
 _UNITS = {"m": "meter", "mi": "mile", "g": "gram", "lb": "pound", "lbs": "pound", "oz": "ounce", "per": "/",
           "mph": "mile/hour", "foot": "feet"}

@@ -674,6 +674,23 @@ def test_a_model_that_transformers_does_not_know_is_scored_by_its_logits():
         assert torch.equal(common.token_logprobs(Prompted(), ids, torch.ones_like(ids), 2)[0], logprobs)
 
 
+def test_what_is_masked_need_not_be_a_token():
+    """Nor may its embedding leak: a weight of 0 in the attention would not stop NaN."""
+    model, _ = random_model("Qwen2")
+    model.config.num_labels = 1
+    critic = common.AutoModelForSequenceClassification.from_config(model.config)
+    ids, mask = torch.tensor([[9, 5, 6, 7], [8, 9, 5, 6], [3, 4, 8, 9]]), torch.ones(3, 4, dtype=torch.long)
+    mask[0, 0] = mask[2, 3] = 0
+    for part in (model, critic):
+        part.get_input_embeddings().weight.data[2] = math.nan
+    for function, part, *T in ((common.token_logprobs, model, 2), (common.token_values, critic, 2),
+                               (common.sequence_scores, critic)):
+        expected = function(part, ids, mask, *T)
+        for junk in (-100, 10 ** 6, 2):
+            got = function(part, ids.where(mask > 0, junk), mask, *T)
+            assert all(map(torch.equal, got, expected)) and not torch.stack([*got]).isnan().any()
+
+
 def test_a_boolean_attention_mask_is_one_too():
     model, tokenizer = random_model("Qwen2")
     ids, mask = torch.tensor([[5, 6, 7, 8], [0, 6, 7, 9]]), torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
@@ -904,6 +921,9 @@ def test_a_prompt_has_a_token_at_least():
     for prompts in (["1+1=?", ""], []):
         with pytest.raises(ValueError, match="without tokens"):
             common.sample(model, tokenizer, prompts, 1, 4)
+    for group_size, max_new_tokens in ((0, 4), (1, 0)):
+        with pytest.raises(ValueError, match="at least 1"):
+            common.sample(model, tokenizer, ["1+1=?"], group_size, max_new_tokens)
 
 
 def test_a_cache_that_is_called_cache():

@@ -552,6 +552,9 @@ def test_a_tie_is_no_preference():
     row = {"prompt": "p", "chosen": "a", "rejected": "b"}
     assert common.read_preference(row | {"margin": 0}) is None and common.read_preference(row | {"tie": True}) is None
     assert common.read_preference(row | {"margin": 0.1, "tie": False}).margin == 0.1
+    assert common.read_preference(row | {"score_chosen": 7.0, "score_rejected": 7.0}) is None
+    for scores in ({"score_chosen": 8, "score_rejected": 7}, {"score_chosen": None, "score_rejected": None}):
+        assert common.read_preference(row | scores).answers == ["a", "b"]
 
 
 def test_a_score_for_each_answer():
@@ -571,6 +574,18 @@ def test_a_cut_answer_has_no_eos(capsys):
     common.encode_preferences([preference], tokenizer, encode_config(max_completion_tokens=4), "--data")
     assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<eos>", "1234"]
     assert "cut 1 of 2 answers" in capsys.readouterr().err
+
+
+def test_answers_that_are_equal_once_they_are_cut_make_no_pair(capsys):
+    tokenizer, cfg = common.tiny_tokenizer(), encode_config(max_completion_tokens=2)
+    rows = [["234", "235"], ["2", "3"], ["234", "23", "4", "235"]]
+    preferences = [common.Preference("1", [], row, [], [3.0, 2.0, 1.0, 0.0][:len(row)]) for row in rows]
+    kept = common.encode_preferences(preferences, tokenizer, cfg, "--data")
+    assert [(p.answers, p.scores) for p in kept] == [(["2", "3"], [3.0, 2.0]), (["234", "4"], [3.0, 1.0])]
+    assert [[tokenizer.decode(ids) for ids in p.answer_ids] for p in kept] == [["2<eos>", "3<eos>"], ["23", "4<eos>"]]
+    assert "left out 1 of 3 rows whose answers are equal as tokens" in capsys.readouterr().err
+    with pytest.raises(common.UserError, match="--data: no rows left"):
+        common.encode_preferences([common.Preference("1", [], rows[0], [], [2.0, 1.0])], tokenizer, cfg, "--data")
 
 
 def test_an_answer_that_brings_its_eos_gets_no_second_one():

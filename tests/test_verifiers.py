@@ -184,7 +184,8 @@ SAME = [
     # multiple choice
     ("(D) Ellipse", "\\text{(D)}"), ("\\textbf{(A)}\\ 45", "A"), ("A) 45", "A"), ("A. 45", "(A)"), ("option A", "A"),
     # a sentence with a single number
-    ("Janet makes $18 every day at the market.", "18"), ("The total cost is **$1,234.50**", "1234.5"),
+    ("Janet makes $18 every day at the market.", "18"), ("18 dollars at the farmers' market", "18"),
+    ("The total cost is **$1,234.50**", "1234.5"),
     ("The area is 20 square feet", "20"), ("So she needs 1/2 cup.", "0.5"), ("\\text{The value is } 5", "5"),
     # Unicode characters
     ("(1+i√3)/2", "\\frac{1+i\\sqrt3}{2}"), ("√13/2", "\\frac{\\sqrt{13}}{2}"), ("√x", "\\sqrt{x}"), ("₹45", "45"),
@@ -200,7 +201,8 @@ SAME = [
     ("1 \\pm \\sqrt{19}.", "1+\\sqrt{19}, 1-\\sqrt{19}"), ("\\frac{\\sqrt{3}}3", "\\frac{1}{\\sqrt3}"),
     ("\\log_23", "\\log_2 3"),
     ("\\textbf{(B)}\\ 1,234", "1234"), ("\\sqrt13", "\\sqrt{13}"), ("\\sqrt[3]{-8}", "-2"), ("(-8)^{2/3}", "4"),
-    ("He ran 3 + 16 = 19 miles.", "19"), ("Therefore, 10 liters of water were left.", "10"),
+    ("He ran 3 + 16 = 19 miles.", "19"), ("So, she saved $36 - $15 = $21.", "21"),
+    ("Therefore, 10 liters of water were left.", "10"),
     ("y = 4, x = 3", "(3,4)"), ("x \\ne 2 \\text{ and } x \\ne 3", "(-\\infty,2)\\cup(2,3)\\cup(3,\\infty)"),
     ("\\begin{pmatrix}1 \\\\[0.3em] 2\\end{pmatrix}", "\\begin{pmatrix}1 \\\\ 2\\end{pmatrix}"),
     ("(1,2]", "(1,\\frac42]"), ("\\{1, 2\\}", "{2, 1}"), ("\\ln 2^3", "3\\ln 2"), ("The sum is -5", "-5"),
@@ -291,7 +293,8 @@ def test_the_same_answer_written_another_way(a, b):
     ("x2", "2x"), ("A1", "A"), ("\\lfloor n/2 \\rfloor", "\\lfloor n/3 \\rfloor"), ("|x|+|y|", "|x+y|"),
     ("listen", "silent"), ("-2<x+1<3", "(-2,3)"), ("1<x<3", "1<x<4"), ("2\\sin A", "2"), ("2 sin A", "2"),
     ("The value is log 8", "8"), (",".join(map(str, range(21))), ",".join(map(str, range(20, -1, -1)))),
-    ("He ran 3 + 17 = 19 miles.", "19"), ("y = 3, x = 4", "(3,4)"), ("x \\ne 2, 3", "x \\ne 2, 4"),
+    ("He ran 3 + 17 = 19 miles.", "19"), ("It is not 2 + 3 = 5.", "5"),
+    ("y = 3, x = 4", "(3,4)"), ("x \\ne 2, 3", "x \\ne 2, 4"),
     ("|x|-3", "|x-3|"), ("\\mathbb{R}\\setminus\\{2\\}", "(-\\infty,3)\\cup(3,\\infty)"),
     ("\\lceil 7/2 \\rceil", "3"), ("\\lfloor x_1 \\rfloor", "1"), ("(0,\\pm 3)", "(0,3,-3)"), ("(A) 5, (B) 6", "A"),
     ("A: 5, B: 6", "A"), ("(B) 45", "A"), ("x\\ne 2", "(-\\infty,3)\\cup(3,\\infty)"),
@@ -311,7 +314,7 @@ HOSTILE = [
     "\\sin^{2" * 40, "1e300" * 80, "#### " * 5000, "\n# Answer\n" * 2000, " " * 20_000, "answer is" + " " * 19_000,
     "\\boxed{" * 5 + "{}" * 9900, "\\{\\{1,2\\},\\{2,1\\}\\}," * 16, "99!*" * 99 + "1", "x_", "()", "=", "\\frac{1}{",
     "+".join(f"1/{i}^{{99}}" for i in range(2, 40)), "5 " + "a" * 390, "x=5 " * 90, "\\frac{1}{" * 60, "(\\cos 0)!",
-    "**Answer:**" + " " * 19_990, "# Answer:" + "\t" * 19_990, "# Answer\n" + " \n" * 9_990, "**" * 9_990,
+    "#### A" + "a" * 10_000 + ":" * 9_980 + "\n", "**Answer:**" + " " * 19_990, "# Answer:" + "\t" * 19_990, "# Answer\n" + " \n" * 9_990, "**" * 9_990,
     "Answer" + "*" * 19_000, "\\vec{" * 80, "=" * 200 + "≈" * 200, "1" * 200 + "≈" * 200, "\\pi" * 100 + "≈" * 99,
     "²", "\\sqrt[0.0000000001]{9}", "\u2028" + "\\box{" * 3300 + "}" * 3300,
     "1." + "9" * 150 + "\\overline{" + "9" * 150 + "}", "\\ " * 190, "0^{-1}", "\\log_1 5", "i^i^i", "[]", "[[]]",
