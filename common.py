@@ -166,6 +166,8 @@ def parse_config(Config, args: list[str]):
             import yaml
             read = json.loads if args[0].endswith(".json") else yaml.safe_load
             settings = read(Path(args[0]).read_bytes())
+            if several := [name for name, value in settings.items() if isinstance(value, (list, dict))]:
+                raise UserError(f"{args[0]}: {several[0]}: want a single value")
             args = [f"--{name}" if value is True and str(name).startswith("no_")  # such a flag takes no value
                     else f"--{name}={value}" for name, value in settings.items() if value is not None] + args[1:]
     try:
@@ -224,6 +226,7 @@ def launch(main, Config) -> None:
         leave(130, together=False)
     except Exception as error:
         text = str(error) if isinstance(error, (UserError, RuntimeError)) else ""
+        text = re.sub("^--reward .*", "", text, flags=re.S)  # it shows the row, whose text may be about anything
         if deserted := re.search("gloo.* by peer", text):  # "Connection closed by peer"
             error = TrainingFailed("another process of this run has ended (the last checkpoint, if any, is intact)")
         elif re.search("out of memory|can't allocate memory", text):  # a GPU's, also to NCCL; the CPU's
@@ -425,6 +428,8 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
             # They would stay random, which only a head that is to be trained may be.
             if missing := set(report["missing_keys"]) - ({"score.weight"} if trainable else set()):
                 raise UserError(f"--model {name}: no weights for {min(missing)}")
+            if trainable and cls is AutoModelForCausalLM and (unused := report["unexpected_keys"]):
+                say(f"--model {name}: holds weights that its config.json has no place for, such as {min(unused)}")
             return model
     model = on_main_rank(read_weights)
     if rank() > 0:
@@ -698,12 +703,13 @@ def read_json_lines(path: str) -> list[tuple[dict, str]]:
     """(row, place) of a file with one JSON object a line, gzipped or not. Empty lines are skipped."""
     rows = []
     open_file = gzip.open if path.endswith(".gz") else open
-    with one_line_errors(f"{path}: cannot be read as JSON lines"), open_file(path, "rt", encoding="utf-8-sig") as lines:
+    with one_line_errors(f"{path}: cannot be read as JSON lines"), open_file(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             place = f"{path} line {number}"
             try:
+                line = line.decode("utf-8-sig")
                 row = json.loads(line)
                 # Half a surrogate pair, "\ud83d", is no text: encoding it fails. To try all rows doubles the time.
                 if "\\ud" in line.lower():
@@ -988,7 +994,7 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
             raise UserError(f"{place}: {error}") from None
     kept = [preference for preference in preferences if preference]
     if not kept:
-        raise UserError(f"{data}: no rows left")
+        raise UserError(f"{data}: no rows left: the answers of each are equal or tie")
     if left_out := len(preferences) - len(kept):
         say(f"{data}: left out {left_out} of {len(preferences)} rows whose answers are equal or tie")
     return kept
@@ -1946,9 +1952,11 @@ def load_reward_function(spec: str):
         source = importlib.util.spec_from_file_location(module_name, path)
         module = importlib.util.module_from_spec(source)
         sys.modules[module_name] = module  # so that pickle, and with it multiprocessing, finds what the file defines
+        dtype = torch.get_default_dtype()
         # Whatever the file changes of these is undone. (Many set a seed.)
-        with contextlib.chdir("."), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        with contextlib.chdir("."), torch.enable_grad(), torch.random.fork_rng(devices=[]), ctrl_c_blocked():
             source.loader.exec_module(module)
+        torch.set_default_dtype(dtype)
     except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may end in sys.exit
         raise UserError(f"--reward {spec}: {path} does not load: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
@@ -2119,8 +2127,9 @@ class Run:
                     raise UserError(f"--resume: --{name} was {flags.get(name)!r} and is now {value!r}; "
                                     "that would be a different run")
         elif held and not cfg.overwrite:
-            raise UserError(f"--output_dir {directory}: holds a run already; --resume continues it, --overwrite "
-                            "replaces it, another --output_dir leaves it alone")
+            resume = "--resume continues it, " if self.checkpoints() else ""
+            raise UserError(f"--output_dir {directory}: holds a run already; {resume}--overwrite replaces it, another "
+                            "--output_dir leaves it alone")
         elif held:
             for needed in (cfg.model, getattr(cfg, "reward", "")):
                 if os.path.isdir(needed) and Path(needed).resolve().is_relative_to(directory.resolve()):
@@ -2151,8 +2160,12 @@ class Run:
         self.bad_steps = dict.fromkeys(trained, 0)  # each model's skipped updates in a row
         signal.signal(signal.SIGINT, self.note_signal)  # until `close`
         signal.signal(signal.SIGTERM, self.note_signal)
-        # But terminate() has to end a process that a reward function forks. (Ctrl-C must not: `ctrl_c_blocked`.)
-        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        # But terminate() has to end a process that a reward function forks. (Ctrl-C must not: `ctrl_c_blocked`.) Until
+        # that is set up in the child, SIGTERM waits: `note_signal` would swallow it there.
+        block, unblock = (functools.partial(signal.pthread_sigmask, how, {signal.SIGTERM})
+                          for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
+        os.register_at_fork(before=block, after_in_parent=unblock,
+                            after_in_child=lambda: (signal.signal(signal.SIGTERM, signal.SIG_DFL), unblock()))
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
             on_main_rank(self.lock_directory)
             if self.cfg.resume:

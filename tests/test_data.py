@@ -184,6 +184,16 @@ def test_gemma_2_attends_with_its_soft_cap(tmp_path):
     assert torch.allclose(policy(ids).logits, model(ids).logits, atol=1e-5)
 
 
+def test_weights_that_the_config_has_no_place_for_are_named(tmp_path, capsys):
+    """A layer fewer in config.json than in the file would train a model cut short."""
+    random_model("Qwen2")[0].save_pretrained(tmp_path)
+    common.load_model(str(tmp_path), cpu)
+    assert "no place for" not in capsys.readouterr().err
+    random_model("Qwen2", num_hidden_layers=1)[0].config.save_pretrained(tmp_path)
+    common.load_model(str(tmp_path), cpu)
+    assert "has no place for, such as model.layers.1." in capsys.readouterr().err
+
+
 def test_a_frozen_reward_model_needs_its_head(tmp_path):
     """transformers would initialize a missing head at random."""
     random_model("Qwen2")[0].save_pretrained(tmp_path)

@@ -29,7 +29,7 @@ LARGE_GROUPS = "grpo --prompts_per_step 8 --group_size 32 --max_new_tokens 12 --
 
 
 def write(path, text):
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")  # "\udcff" becomes the byte ff, which no UTF-8 text has
     return path
 
 
@@ -93,6 +93,7 @@ GOOD_ROW = '{"prompt": "1+1=?", "answer": "2"}\n'
     (GOOD_ROW + '{"prompt": 5, "answer": "2"}', "line 2: want a prompt"),
     (GOOD_ROW + '{"prompt": "1+1=?", "answer": {}}', "line 2: the answer must be"),
     ("[]", "line 1: want a JSON object"), (GOOD_ROW + '{"prompt": "\\ud83d", "answer": "2"}', "line 2: 'utf-8'"),
+    (GOOD_ROW + '{"prompt": "\udcff", "answer": "2"}', "line 2: 'utf-8'"),
     (GOOD_ROW + '{"prompt": "1", "answer": ' + "9" * 5000 + "}", "line 2: Exceeds the limit")])
 def test_bad_rows(fails, tmp_path, content, message):
     path = write(tmp_path / "rows.jsonl", content)
@@ -171,6 +172,18 @@ def test_a_reward_function_that_fails_names_the_row(tmp_path, body, message):
     assert ("(line 2)" in str(error.value)) == body.startswith("raise")
 
 
+def test_a_row_about_memory_is_no_lack_of_it(fails, tmp_path, monkeypatch):
+    """The message shows the row."""
+    path = write(tmp_path / "reward.py", "def f(prompt, completion, row):\n    return row['missing']\n")
+    rows = write(tmp_path / "rows.jsonl", '{"prompt": "1+1=?", "note": "CUDA out of memory"}\n')
+
+    def main(cfg):
+        problems = common.read_problems(str(rows), need_answer=False)
+        common.load_reward(cfg)(problems, SimpleNamespace(completions=["2"]))
+    monkeypatch.setattr(importlib.import_module("grpo"), "main", main)
+    assert "raised KeyError: 'missing'" in fails("--reward", f"{path}:f")
+
+
 def test_a_reward_function_can_not_change_the_row_for_later_calls(tmp_path):
     path = write(tmp_path / "reward.py", "def f(prompt, completion, row):\n"
                  "    row['extra'].append(completion)\n"
@@ -190,19 +203,23 @@ def test_a_reward_file_is_a_module_whose_parts_can_be_pickled(name, tmp_path):
 
 def test_what_a_reward_function_changes_for_the_whole_process_is_undone(tmp_path):
     path = write(tmp_path / "reward.py", "import os, torch\ntorch.set_grad_enabled(False)\ntorch.manual_seed(42)\n"
+                 "torch.set_default_dtype(torch.float64)\n"
                  "def f(prompt, completion, row):\n    torch.set_grad_enabled(False)\n    os.chdir('/')\n"
                  "    return 1\n")
     here, state = os.getcwd(), torch.get_rng_state()
     common.load_reward_function(f"{path}:f")(common.Problem("1+1=?", [], "2", {}), "2")
     assert torch.is_grad_enabled() and os.getcwd() == here and torch.equal(torch.get_rng_state(), state)
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_program_that_a_reward_function_starts_does_not_get_ctrl_c(tmp_path):
     """It would end without a verdict, while the run still finishes its step. Here it sends SIGINT to itself."""
     path = write(tmp_path / "reward.py", "import subprocess, sys\n"
                  "program = 'import os, signal; os.kill(os.getpid(), signal.SIGINT); print(1)'\n"
-                 "def f(prompt, completion, row):\n"
-                 "    return subprocess.run([sys.executable, '-c', program], capture_output=True).stdout == b'1\\n'\n")
+                 "def start():\n"
+                 "    return subprocess.run([sys.executable, '-c', program], capture_output=True).stdout == b'1\\n'\n"
+                 "while_it_loads = start()\n"
+                 "def f(prompt, completion, row):\n    return while_it_loads and start()\n")
     assert common.load_reward_function(f"{path}:f")(common.Problem("1+1=?", [], "2", {}), "2") == 1.0
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
@@ -211,9 +228,12 @@ def test_a_process_that_a_reward_function_forks_can_be_ended(tmp_path):
     """`terminate` must end it, since time limits are enforced in this way, but SIGINT must not.
 
     Ctrl-C sends SIGINT to every process of a terminal. The run then finishes its step, and still needs the reward.
+    A child may also be ended before it has begun, as leaving `with Pool()` does: here it begins late.
     """
     path = write(tmp_path / "reward.py", """
 import multiprocessing, os, signal, time
+late = []
+os.register_at_fork(after_in_child=lambda: time.sleep(len(late)))
 def child(ready):
     os.kill(os.getpid(), signal.SIGINT)
     ready.set()
@@ -226,12 +246,18 @@ def f(prompt, completion, row):
     assert ready.wait(10)
     process.terminate()
     process.join(10)
-    return process.exitcode
+    late.append(1)
+    other = fork.Process(target=time.sleep, args=(60,))
+    other.start()
+    other.terminate()
+    other.join(10)
+    late.clear()
+    return process.exitcode + other.exitcode
 """)
     done = run_script("grpo.py", "--reward", f"{path}:f", "--steps", 1, "--prompts_per_step", 1, "--group_size", 2,
                       "--data", few_problems(tmp_path), "--output_dir", tmp_path / "run")
     assert done.returncode == 0 and "stopping" not in done.stderr, done.stderr
-    assert read_metrics(tmp_path / "run")[1]["reward"] == -signal.SIGTERM
+    assert read_metrics(tmp_path / "run")[1]["reward"] == -2 * signal.SIGTERM
 
 
 def test_overwrite_removes_runs_alone_and_never_the_model_that_it_starts_from(fails, tmp_path):
@@ -243,6 +269,9 @@ def test_overwrite_removes_runs_alone_and_never_the_model_that_it_starts_from(fa
     assert "holds config.json, but no run" in fails("--output_dir", str(tmp_path / "run" / "model"), "--overwrite")
     write(tmp_path / "run" / "config.json", '{"flags": {}}')
     assert "is in, the run that would be replaced" in fails(*flags)
+    (tmp_path / "none").mkdir()
+    write(tmp_path / "none" / "config.json", '{"flags": {}}')  # and no checkpoint
+    assert "holds a run already; --overwrite replaces it" in fails("--output_dir", str(tmp_path / "none"))
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
@@ -298,6 +327,8 @@ def test_flags_from_a_file_and_help(tmp_path, capsys):
         common.parse_config(grpo.Config, [str(write(path, "1: true\n"))])
     with pytest.raises(common.UserError, match="other.yaml: .*line 2"):
         common.parse_config(grpo.Config, [str(write(path, "steps: 7\nlr: [1\n"))])
+    with pytest.raises(common.UserError, match="other.yaml: system_prompt: want a single value"):
+        common.parse_config(grpo.Config, [str(write(path, "system_prompt: [a, b]\n"))])
     with pytest.raises(SystemExit):
         common.parse_config(grpo.Config, ["--help"])
     assert "--micro_batch_tokens" in capsys.readouterr().out
