@@ -284,7 +284,7 @@ def memory_advice(error: BaseException) -> str:
 # --------------------------------------------------------------------------------------------------- processes
 
 def setup_device() -> torch.device:
-    """Join the torchrun job, if there is one; return this process's device. UserError if a GPU would have two."""
+    """Join the torchrun job, if there is one; return this process's device. UserError if two were to share a GPU."""
     cuda, torchrun = torch.cuda.is_available(), "RANK" in os.environ
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
@@ -303,7 +303,7 @@ def setup_device() -> torch.device:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive a torchrun that is killed
         if not cuda:
-            # Keep the memory of freed tensors: the system would zero its pages anew for the next ones, an eighth of the
+            # Keep the memory of freed tensors: the system would zero its pages anew for the next ones, 4 to 12% of the
             # tiny model's step. Not of blocks above 32 MB: at large V that fragments the heap (5 GB instead of 1).
             libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD
             libc.mallopt(-3, 2 ** 25)  # M_MMAP_THRESHOLD
@@ -667,7 +667,7 @@ def remove(path: Path) -> None:
 
 @dataclass
 class Problem:
-    prompt: str              # as the row has it; chat messages as rendered for the model
+    prompt: str | list       # as the row has it; `encode_prompts` renders chat messages
     prompt_ids: list[int]    # what the model reads
     answer: str | None       # the gold answer, for the verifier
     row: dict                # the whole row, for a reward function
@@ -811,7 +811,8 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
                   surplus: str = "") -> tuple[str, bool]:
     """A string or chat messages -> (text for the model, whether a chat template wrote it).
 
-    default: the system message where system_prompt is empty; "" (or system_prompt "none") lets MiniMind close <think>.
+    default: the system message where system_prompt is empty. "" (or system_prompt "none") asks for no thought either:
+        MiniMind's template then closes <think>.
     surplus: what to leave off where a template ends the prompt with it (`answer_form`).
     """
     if system_prompt == "none":
@@ -1243,6 +1244,11 @@ def cache_argument(model) -> str | None:
     return next((name for name in names if takes(model, name)), None)
 
 
+# A capture takes 0.03 to 0.1 s on an H200, so a graph has at least this many columns, or all that the cache has, and a
+# graph of no more rows than this is kept until all of them have ended.
+LEAST_COLUMNS, LEAST_ROWS = 256, 16
+
+
 def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, uniforms, temperature):
     """Decode n rows, row i of prompt prompt_of[i] -> (tokens, their log-probs), [n, max_new_tokens] each, arbitrary
     after a row's end.
@@ -1346,11 +1352,6 @@ class RoomyLayer(DynamicLayer):
         for x in (self.keys, self.values):
             x[i, :, :self.length] = x[stay[i], :, :self.length]
         self.keys, self.values = self.keys[:len(stay)], self.values[:len(stay)]
-
-
-# A capture takes 0.03 to 0.1 s on an H200, so a graph has at least this many columns, or all that the cache has, and a
-# graph of no more rows than this is kept until all of them have ended.
-LEAST_COLUMNS, LEAST_ROWS = 256, 16
 
 
 class GraphStep:
@@ -1763,22 +1764,22 @@ def scores_at(model, input_ids, attention_mask, row, number):
 
 
 @torch.no_grad()
-def rollout_values(model, rollout: Rollout, minibatches, max_tokens: int, compute=token_values) -> torch.Tensor:
+def rollout_values(model, batch, minibatches, max_tokens: int, compute=token_values) -> torch.Tensor:
     """What `compute` gives for the rows of `minibatches`: [N, T], on every rank, without gradient; 0 elsewhere, or if
-    model is None.
+    model is None. batch: a Rollout or Batch.
 
     With the minibatches of an update, this computes in its very micro-batches, so that in bfloat16 both round alike.
     """
-    out = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
+    out = torch.zeros(batch.mask.shape, device=batch.mask.device)
     for minibatch in minibatches if model is not None else []:
-        for rows, input_ids, attention_mask, T in micro_batches(rollout, minibatch, max_tokens):
+        for rows, input_ids, attention_mask, T in micro_batches(batch, minibatch, max_tokens):
             out[rows, :T] = compute(model, input_ids, attention_mask, T)
     return sum_over_ranks(out)
 
 
-def rollout_logprobs(model, rollout: Rollout, minibatches, max_tokens: int, temperature: float) -> torch.Tensor:
+def rollout_logprobs(model, batch, minibatches, max_tokens: int, temperature: float) -> torch.Tensor:
     """Log-probs [N, T] of the rows of `minibatches`, without gradient; 0 elsewhere, or if model is None."""
-    return rollout_values(model, rollout, minibatches, max_tokens, lambda *args: token_logprobs(*args, temperature)[0])
+    return rollout_values(model, batch, minibatches, max_tokens, lambda *args: token_logprobs(*args, temperature)[0])
 
 
 def all_scores(model, batch, blocks, max_tokens: int) -> torch.Tensor:
@@ -1791,7 +1792,7 @@ def all_scores(model, batch, blocks, max_tokens: int) -> torch.Tensor:
 MAX_PADDING = 0.08  # the share of padding that ends a micro-batch, once it has a quarter of --micro_batch_tokens
 
 
-def micro_batches(batch, blocks: list, max_tokens: int):
+def micro_batches(batch, blocks, max_tokens: int):
     """Divide the sequences of an optimizer step into micro-batches and yield this rank's, each (rows [B], input_ids
     [B, L+T], attention_mask [B, L+T], T), no wider than these rows need.
 
@@ -1898,7 +1899,8 @@ def load_reward_model(cfg):
     """
     try:
         own = load_tokenizer(cfg.reward, cfg.trust_remote_code)
-        model = load_model(cfg.reward, setup_device(), trainable=False, cls=AutoModelForSequenceClassification,
+        device = setup_device()  # again, but only to learn which it is
+        model = load_model(cfg.reward, device, trainable=False, cls=AutoModelForSequenceClassification,
                            trust_remote_code=cfg.trust_remote_code)
     except UserError as error:
         raise UserError(str(error).replace("--model", "--reward", 1)) from error
@@ -2160,8 +2162,8 @@ class Run:
         self.bad_steps = dict.fromkeys(trained, 0)  # each model's skipped updates in a row
         signal.signal(signal.SIGINT, self.note_signal)  # until `close`
         signal.signal(signal.SIGTERM, self.note_signal)
-        # But terminate() has to end a process that a reward function forks. (Ctrl-C must not: `ctrl_c_blocked`.) Until
-        # that is set up in the child, SIGTERM waits: `note_signal` would swallow it there.
+        # A process that a reward function forks inherits these handlers, but Process.terminate() has to end it. (Ctrl-C
+        # must not: `ctrl_c_blocked`.) SIGTERM waits until that is set up: `note_signal` would swallow it in the child.
         block, unblock = (functools.partial(signal.pthread_sigmask, how, {signal.SIGTERM})
                           for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
         os.register_at_fork(before=block, after_in_parent=unblock,
@@ -2245,7 +2247,7 @@ class Run:
         optimizer.zero_grad()
         return {"loss": loss, "grad_norm": norm, "lr": lr}
 
-    def timing(self, num_tokens: int) -> dict[str, float]:
+    def timing(self, num_tokens: torch.Tensor) -> dict[str, float]:
         """Seconds and tokens per second of the step so far: call it before the evaluation. Also the peak memory in MB:
         the GPU's in this step, or on a CPU the process's so far."""
         seconds = time.perf_counter() - self.began
@@ -2697,6 +2699,7 @@ def is_equivalent(prediction, answer) -> bool:
     return False
 
 
+_SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
 _ARITHMETIC = re.compile(r"[\d)}]\s*(?:[-+*×·−–]|\\times|\\cdot)\s*(?!10\s*\^)[\d({\\$]"  # not 2\times 10^6
                          r"|\d\s*!|\\[dt]?binom")
 _FORMULA = re.compile(r"[\w)}]\s*[-+*/^]\s*[\w({\\]|\\(?!text|mathrm|[^a-z])")  # 1/2, x+1, \sqrt{2}; not 5\text{ cm}
@@ -2816,7 +2819,6 @@ def _clean(text: str) -> str:
     return text.strip(" *_^\"`").rstrip(" .,:\\")
 
 
-_SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
 _LETTER = re.compile(r"\\?[^\W\d_]+(?:_\{?\w+\}?)? ?")  # a name alone: x, \lambda, x_1
 _RELATIONS = set("=<≤≠")  # `_parts` turns > and ≥ around
 

@@ -108,12 +108,11 @@ def token_weights(mask: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return mask / max(num_tokens, 1)  # 1 / Σ|o_j|
 
 
-def unit_token_weights(mask: torch.Tensor, unit_of: torch.Tensor) -> torch.Tensor:
-    """--loss_average prompt or sequence: a mean over each unit's tokens, then over units (also those that filtering has
-    left without tokens). unit_of [N] numbers them."""
-    units, unit_of = unit_of.to(mask.device).unique(return_inverse=True)
-    num_tokens = torch.zeros(len(units), device=mask.device).index_add(0, unit_of, mask.sum(dim=1).float())
-    return mask / num_tokens[unit_of, None].clamp(min=1) / len(units)
+def unit_token_weights(mask: torch.Tensor, size: int, num_sequences: int) -> torch.Tensor:
+    """--loss_average prompt or sequence: a mean over the tokens of each `size` adjacent rows, then over these units
+    (also those that filtering has left without tokens). With size 1, these are grpo.py's weights."""
+    num_tokens = mask.sum(dim=1).view(-1, size).sum(dim=1).repeat_interleave(size)  # [N], of each row's unit
+    return mask / num_tokens[:, None].clamp(min=1) * size / num_sequences
 
 
 def dapo_loss(logprobs, old_logprobs, advantages, weights, clip_low: float, clip_high: float):
@@ -188,9 +187,9 @@ def main(cfg: Config) -> None:
         for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):  # the tuple, μ times
             if cfg.loss_average == "token":
                 weights = token_weights(loss_mask, int(loss_mask[minibatch].sum()))  # [N, T]; only its rows are read
-            else:  # weights of the whole step, since minibatches may split a group, scaled up to this minibatch
-                unit_of = torch.arange(len(loss_mask)) // (cfg.group_size if cfg.loss_average == "prompt" else 1)
-                weights = unit_token_weights(loss_mask, unit_of) * len(loss_mask) / len(minibatch)
+            else:  # a minibatch may hold a part of a group; the tokens of the whole group count
+                size = cfg.group_size if cfg.loss_average == "prompt" else 1
+                weights = unit_token_weights(loss_mask, size, len(minibatch))
             total_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):
                 logprobs, entropy = token_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [B, T]

@@ -12,6 +12,8 @@ prompt and lets --reward pick the better one.
 Without flags, the script teaches the built-in tiny model to add, from pairs of its own answers. README.md shows how to
 train real models on your own data, on one GPU or many.
 
+Symbols: π is the policy, π_ref the policy before training; x is a prompt, y⁺ its chosen and y⁻ its rejected answer; σ
+is the logistic function.
 Shapes: B pairs in a micro-batch; N answers in a step (to P prompts, if sampled); T tokens per answer, padded.
 """
 from dataclasses import dataclass
@@ -62,7 +64,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta: float, label_smoo
     return losses, {name: value.detach() for name, value in stats.items()}
 
 
-def answer_logprobs(model, preferences, tokenizer, cfg: Config, device) -> list[torch.Tensor]:
+def answer_logprobs(model, tokenizer, preferences, cfg: Config, device) -> list[torch.Tensor]:
     """log π(y|x) [K] of the K answers of each preference, without gradient; 0 if the model is None."""
     def compute(batch, blocks):
         return common.rollout_logprobs(model, batch, [blocks], cfg.micro_batch_tokens, cfg.temperature).sum(dim=1)
@@ -73,7 +75,7 @@ def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, devic
     """Greedy accuracy on the problems, and how often the implicit reward β·log(π/π_ref) orders a pair as it should."""
     metrics = common.evaluate(policy, tokenizer, problems, score, cfg)
     if preferences:
-        logprobs = answer_logprobs(policy, preferences, tokenizer, cfg, device)
+        logprobs = answer_logprobs(policy, tokenizer, preferences, cfg, device)
         # The implicit rewards [K] of each preference, without β, which would not change their order.
         rewards = [own - preference.ref_logprobs for own, preference in zip(logprobs, preferences)]
         pairs = [torch.tensor(preference.pairs).unbind(1) for preference in preferences]  # (better, worse) of each
@@ -85,9 +87,9 @@ def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, devic
 
 
 def main(cfg: Config) -> None:
+    run = common.Run(cfg)
     if cfg.on_policy and cfg.eval_data and cfg.eval_problems:
         raise common.UserError("--eval_problems: with --on_policy, --eval_data holds the problems already")
-    run = common.Run(cfg)
     score = common.load_reward(cfg)
     if cfg.on_policy:
         items, eval_problems = common.read_train_and_eval(cfg)
@@ -115,7 +117,7 @@ def main(cfg: Config) -> None:
     # and no second model stays in memory. (Sampled answers do not exist yet, so --on_policy keeps the reference.)
     if not cfg.on_policy:
         for preferences in (data.first(cfg.steps * cfg.pairs_per_step), eval_preferences):
-            logprobs = answer_logprobs(None if cfg.reference_free else policy, preferences, tokenizer, cfg, run.device)
+            logprobs = answer_logprobs(None if cfg.reference_free else policy, tokenizer, preferences, cfg, run.device)
             for preference, ref_logprobs in zip(preferences, logprobs):
                 preference.ref_logprobs = ref_logprobs
 
@@ -127,7 +129,7 @@ def main(cfg: Config) -> None:
         meter = common.Meter()
 
         # 1. The step's pairs, given or sampled, and their log-probs under the reference.
-        drawn, metrics = data.next(cfg.pairs_per_step), {}
+        drawn = data.next(cfg.pairs_per_step)
         if cfg.on_policy:
             batch = sample(policy, tokenizer, [problem.prompt_ids for problem in drawn], 2,
                            cfg.max_new_tokens, cfg.temperature)
@@ -146,8 +148,10 @@ def main(cfg: Config) -> None:
                 "ties": len(drawn) - len(pairs),
                 "sampled_tokens": int(batch.lengths.sum())}
         else:
-            batch, pairs, _ = common.collate_preferences(drawn, tokenizer.pad_token_id, run.device)  # blocks of 2
+            # The block of rows that answer one prompt is here a pair: [chosen row, rejected row].
+            batch, pairs, _ = common.collate_preferences(drawn, tokenizer.pad_token_id, run.device)
             ref_logprobs = torch.cat([pair.ref_logprobs for pair in drawn])  # [N]
+            metrics = {}
 
         # 2. Update. Each pair weighs 1 / pairs of the step, so the gradients of micro-batches just add up.
         total_loss = torch.zeros((), device=run.device)

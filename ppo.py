@@ -5,7 +5,7 @@ arXiv:2203.02155; details from "The N+ Implementation Details of RLHF with PPO",
     where     ρ_{i,t} = π(o_{i,t}) / π_old(o_{i,t})
               Â_{i,t} = Σ_l (γλ)^l δ_{t+l},   δ_t = r_t + γ V_{t+1} − V_t                         (PPO eq. 11, 12)
               r_{i,t} = −β·log(π_old/π_ref), plus the completion's score at its last token        (InstructGPT eq. 2)
-    minimize  1/Σ|o_j| Σ_{i,t}  ½ max((V − V̂)², (clip(V, V_old ± ε_v) − V̂)²),   V̂ = Â + V_old
+    minimize  1/Σ|o_j| Σ_{i,t}  ½ max((V − V̂)², (clip(V, V_old ± ε_v) − V̂)²),   V̂ = Â + V_old  (N+)
 
 The critic V is a second network: before each token, it predicts the sum of the rewards still to come. GRPO has none and
 compares whole completions instead. For the policy's loss, though not for V̂, Â is whitened over each minibatch.
@@ -51,8 +51,8 @@ class Config(common.RunConfig):
     value_clip_eps: float = flag(0.2, "ε_v: values are clipped to their old value ± ε_v (N+: 0.2)")
     value_coef: float = flag(0.1, "weight of the value loss; scales the critic's gradient before clipping (N+: 0.1)")
     entropy_coef: float = flag(0.0, "weight of the entropy bonus (PPO eq. 9; RLHF goes without)")
-    lr: float = flag(1e-4, "learning rate; 1e-6 suits a real model (N+: 3e-6)")
-    value_lr: float = flag(1e-3, "learning rate of the critic; 1e-5 suits a real model (N+: 3e-6)")
+    lr: float = flag(1e-4, "learning rate; 1e-6 suits a real model (N+: 3e-6, falling to 0: --lr_schedule linear)")
+    value_lr: float = flag(1e-3, "learning rate of the critic; 1e-5 suits a real model (N+: the policy's)")
     warmup_steps: int = flag(0, "optimizer steps of linear warm-up, the first with a learning rate of 0")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm, policy and critic each on its own")
 
@@ -93,7 +93,8 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
     Pass all tokens of an optimizer step together: per micro-batch or per rank, it would be another algorithm. The PPO
     and InstructGPT papers do not mention whitening. OpenAI's baselines and lm-human-preferences whiten each minibatch
-    too, but on each rank by itself; N+ whitens each rank's whole rollout.
+    too, but on each rank by itself; N+ whitens each rank's whole rollout. The latter two also divide the token rewards
+    by their std before GAE (`whiten_rewards`); this script does not.
     """
     count = mask.sum().clamp(min=1)
     mean = advantages.where(mask, 0.0).sum() / count

@@ -10,6 +10,7 @@ ranking counts for more than a short one; InstructGPT gives every ranking the sa
 Without flags, the script trains a reward model for additions, from answers that the verifier has ranked. README.md
 shows how to train real models on your own data, on one GPU or many. ppo.py takes the result as --reward DIRECTORY.
 
+Symbols: x is a prompt, y⁺ its chosen and y⁻ its rejected answer, y_1 the best of several; σ is the logistic function.
 Shapes: B pairs, or prompts with K answers each, in a micro-batch; N answers in a step.
 """
 from dataclasses import dataclass
@@ -96,18 +97,18 @@ def pad_unlike_eos(tokenizer) -> int:
     return tokenizer.pad_token_id
 
 
-def answer_scores(model, preferences, tokenizer, cfg: Config, device) -> list[torch.Tensor]:
+def answer_scores(model, tokenizer, preferences, cfg: Config, device) -> list[torch.Tensor]:
     """Scores r(x, y) [K] of the K answers of each preference, without gradient."""
     def compute(batch, blocks):
         return common.all_scores(model, batch, blocks, cfg.micro_batch_tokens)
     return common.of_each_preference(compute, preferences, tokenizer.pad_token_id, device)
 
 
-def evaluate(model, preferences, tokenizer, cfg: Config, device) -> dict[str, float]:
+def evaluate(model, tokenizer, preferences, cfg: Config, device) -> dict[str, float]:
     """Accuracy, margin and calibration over all pairs of the held-out rows."""
     if not preferences:
         return {}
-    scores = answer_scores(model, preferences, tokenizer, cfg, device)
+    scores = answer_scores(model, tokenizer, preferences, cfg, device)
     pairs = [torch.tensor(preference.pairs).unbind(1) for preference in preferences]  # (better, worse) of each
     differences = torch.cat([s[better] - s[worse] for s, (better, worse) in zip(scores, pairs)])
     right = torch.heaviside(differences, differences.new_tensor(0.5))  # a tie is half right
@@ -128,7 +129,7 @@ def main(cfg: Config) -> None:
 
     run.start(data, model=(model, optimizer, schedule))
     if run.next_step == 0:  # step 0: evaluate before training
-        run.end_step(0, evaluate(model, eval_preferences, tokenizer, cfg, run.device))
+        run.end_step(0, evaluate(model, tokenizer, eval_preferences, cfg, run.device))
 
     for step in run.steps():
         meter = common.Meter()
@@ -160,12 +161,12 @@ def main(cfg: Config) -> None:
 
         # 4. Evaluate and save.
         if run.evaluates(step):
-            metrics |= evaluate(model, eval_preferences, tokenizer, cfg, run.device)
+            metrics |= evaluate(model, tokenizer, eval_preferences, cfg, run.device)
         run.end_step(step, metrics)
 
     # Differences of scores mean something, their zero does not: put it at the mean chosen answer. The head has no bias
     # to hold that shift, so model/config.json keeps it, and --reward subtracts it.
-    best_scores = [scores[0] for scores in answer_scores(model, data.first(2000), tokenizer, cfg, run.device)]
+    best_scores = [scores[0] for scores in answer_scores(model, tokenizer, data.first(2000), cfg, run.device)]
     model.config.reward_shift = torch.stack(best_scores).mean().item()
     model.config.pad_token_id = pad_unlike_eos(tokenizer)
     run.finish(model, tokenizer)

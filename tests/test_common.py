@@ -682,11 +682,11 @@ def test_what_is_masked_need_not_be_a_token():
     ids, mask = torch.tensor([[9, 5, 6, 7], [8, 9, 5, 6], [3, 4, 8, 9]]), torch.ones(3, 4, dtype=torch.long)
     mask[0, 0] = mask[2, 3] = 0
     for part in (model, critic):
-        part.get_input_embeddings().weight.data[2] = math.nan
+        part.get_input_embeddings().weight.data[20] = math.nan
     for function, part, *T in ((common.token_logprobs, model, 2), (common.token_values, critic, 2),
                                (common.sequence_scores, critic)):
         expected = function(part, ids, mask, *T)
-        for junk in (-100, 10 ** 6, 2):
+        for junk in (-100, 10 ** 6, 20):
             got = function(part, ids.where(mask > 0, junk), mask, *T)
             assert all(map(torch.equal, got, expected)) and not torch.stack([*got]).isnan().any()
 

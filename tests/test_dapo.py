@@ -57,10 +57,10 @@ def test_every_token_of_the_step_counts_the_same():
 
 
 def test_the_papers_reading_is_a_mean_per_prompt():
-    """Eq. 12: prompt 5 has 1 + 3 tokens, prompt 2 has 2: token weights 1/4 · 1/2 and 1/2 · 1/2."""
-    mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0]]).bool()
-    weights = dapo.unit_token_weights(mask, torch.tensor([5, 5, 2]))
-    torch.testing.assert_close(weights, mask * torch.tensor([[1 / 8], [1 / 8], [1 / 4]]))
+    """Eq. 12: one prompt has 1 + 3 tokens, the other 2 + 0: token weights 1/4 · 1/2 and 1/2 · 1/2."""
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0], [0, 0, 0]]).bool()
+    weights = dapo.unit_token_weights(mask, 2, 4)
+    torch.testing.assert_close(weights, mask * torch.tensor([[1 / 8], [1 / 8], [1 / 4], [1 / 4]]))
 
 
 def test_a_minibatch_without_a_token_in_the_loss():
@@ -72,7 +72,7 @@ def test_switched_off_the_weights_and_the_loss_are_grpos():
     torch.manual_seed(0)
     mask = torch.arange(6) < torch.tensor([6, 3, 1, 4])[:, None]
     weights = grpo.token_weights(mask, 4)
-    torch.testing.assert_close(dapo.unit_token_weights(mask, torch.arange(4)), weights)
+    torch.testing.assert_close(dapo.unit_token_weights(mask, 1, 4), weights)
     logprobs, old_logprobs, advantages = torch.randn(4, 6), torch.randn(4, 6), torch.randn(4)
     torch.testing.assert_close(dapo.dapo_loss(logprobs, old_logprobs, advantages, weights, 0.2, 0.2),
                                grpo.grpo_loss(logprobs, old_logprobs, None, advantages, weights, 0.2, 0.0))
@@ -94,7 +94,7 @@ def test_any_micro_batch_size_gives_the_same_gradient(average, max_tokens):
     if average == "token":
         weights = dapo.token_weights(rollout.mask, int(rollout.mask.sum()))
     else:
-        weights = dapo.unit_token_weights(rollout.mask, torch.arange(8) // len(units[0]))
+        weights = dapo.unit_token_weights(rollout.mask, len(units[0]), 8)
 
     def gradient(add_losses):
         model.zero_grad()
@@ -325,15 +325,15 @@ def test_the_units_of_the_loss_average(average, size, tmp_path, monkeypatch):
     """
     units, unit_token_weights = [], dapo.unit_token_weights
 
-    def recorded(mask, unit_of):
-        units.append((mask, unit_of))
-        return unit_token_weights(mask, unit_of)
+    def recorded(*args):
+        units.append(args)
+        return unit_token_weights(*args)
 
     monkeypatch.setattr(dapo, "unit_token_weights", recorded)
     [step] = record_run(monkeypatch, "dapo.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 3,
                         "--group_size", 4, "--no_dynamic_sampling", "--loss_average", average)
-    [(mask, unit_of)], [rollout] = units, step.rollouts
-    assert torch.equal(mask, rollout.mask) and torch.equal(unit_of, torch.arange(len(mask)) // size)
+    [(mask, rows, _)], [rollout] = units, step.rollouts
+    assert torch.equal(mask, rollout.mask) and rows == size
 
 
 def test_dynamic_sampling_counts_the_share_over_all_that_was_drawn():

@@ -245,7 +245,7 @@ def test_a_tie_is_not_right_in_training_and_half_right_in_the_evaluation(monkeyp
     torch.nn.init.normal_(scorer.score.weight)
 
     def evaluate(preferences):
-        return reward_model.evaluate(scorer, preferences, tokenizer, cfg, "cpu")
+        return reward_model.evaluate(scorer, tokenizer, preferences, cfg, "cpu")
 
     metrics = evaluate(preferences)
     assert metrics["eval_pair_accuracy"] == 0.5 and metrics["eval_margin"] == pytest.approx(0, abs=1e-6)
