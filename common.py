@@ -112,7 +112,9 @@ def innermost(error: BaseException) -> str:
         error = error.__cause__ or error.__context__
     if isinstance(error, dcp.api.CheckpointException):  # it holds an error of each rank that failed
         return innermost(next(iter(error.failures.values()))[0])
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    # An error that comes from another rank has lost its cause. This is what torch.save says of a full disk.
+    hint = " (is the disk full?)" if "unexpected pos" in str(error) else ""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}{hint}"
 
 
 def flag(default, help: str):
@@ -433,7 +435,7 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
             return model
     model = on_main_rank(read_weights)
     if rank() > 0:
-        with torch.device("meta"):
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):  # DiffLlama draws some numbers all the same
             model = cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     if cls is AutoModelForSequenceClassification and not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise UserError(f"--model {name}: {type(model).__name__} has no scalar head named score")
@@ -917,13 +919,19 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
 
 
 class Shuffled:
-    """Endless passes over `items`, each in its own seeded order. `position` is all that --resume needs."""
+    """Endless passes over `items`, each in its own seeded order. `position` is all that --resume needs.
+
+    Collective. Raises UserError if the ranks' items differ.
+    """
 
     def __init__(self, items: list, seed: int):
         self.items, self.seed, self.position = items, seed, 0
-        self.checksum = 0  # of the prompts, in their order: --resume refuses other ones
+        self.checksum = 0  # of prompts and answers, in their order: --resume refuses other ones
         for item in items:
-            self.checksum = zlib.crc32(repr(getattr(item, "prompt_ids", item)).encode(), self.checksum)
+            read = getattr(item, "prompt_ids", item), getattr(item, "answer", None), getattr(item, "answer_ids", None)
+            self.checksum = zlib.crc32(repr(read).encode(), self.checksum)
+        if len(set(gather_in_order([self.checksum]))) > 1:
+            raise UserError("--data: holds other rows, or the model another tokenizer, on another machine")
 
     def next(self, count: int) -> list:
         """The next `count` items; the same on every rank."""
@@ -2095,6 +2103,7 @@ class Run:
         self.failing = False  # set after --max_bad_steps skipped updates in a row
         self.stop_signal = 0
         self.extra = {}  # numbers of the script's own, set before `start`: checkpoints keep them
+        self.device = setup_device()  # before what may fail on one machine alone: the others notice when it ends
         self.check_directory()
         if cfg.log_to != "none" and not importlib.util.find_spec(cfg.log_to):
             raise UserError(f"--log_to {cfg.log_to}: pip install {cfg.log_to}")
@@ -2102,7 +2111,6 @@ class Run:
         # `load_checkpoint` reports in one line.
         warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
         logging.getLogger().addFilter(lambda record: "torch/distributed/checkpoint" not in record.pathname)
-        self.device = setup_device()
         transformers.set_seed(cfg.seed)
 
     def check_directory(self):
@@ -2170,6 +2178,10 @@ class Run:
                             after_in_child=lambda: (signal.signal(signal.SIGTERM, signal.SIG_DFL), unblock()))
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
             on_main_rank(self.lock_directory)
+            self.directory.mkdir(parents=True, exist_ok=True)  # elsewhere if it is not shared; on NFS, looks at it anew
+            if not all(gather_in_order([(self.directory / ".lock").exists()])):
+                raise UserError(f"--output_dir {self.directory}: want a directory that all machines share, since each "
+                                "writes its part of a checkpoint there")
             if self.cfg.resume:
                 self.load_checkpoint()
                 on_main_rank(self.drop_later_lines)
@@ -2212,9 +2224,11 @@ class Run:
         return log
 
     def note_signal(self, number, frame):
-        """Signal handler: stop after this step. A second signal ends the process at once."""
+        """Signal handler: stop after this step. A second signal ends the process at once; but torchrun passes on the one
+        that it gets, also where (as by SLURM) every process got it already."""
         self.stop_signal = number
-        signal.signal(number, signal.SIG_DFL)
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            signal.signal(number, signal.SIG_DFL)
         say(f"{signal.Signals(number).name}: stopping after this step")
 
     def steps(self):

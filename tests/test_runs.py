@@ -757,9 +757,11 @@ def run_in_two_processes(folder, scripts):
     runs = [[*map(str, small(script)), "--output_dir", str(folder / script)] for script in scripts]
     shutil.copytree(common.build_tiny_model("arithmetic"), folder / "tiny")
     write(folder / "tiny" / "generation_config.json", '{"eos_token_id": [1, 2]}')  # chat models have two EOS tokens
+    random_model("DiffLlama")[0].save_pretrained(folder / "random_constants")
     job = write(folder / "job.py", f"""
-import contextlib, importlib, sys
+import contextlib, importlib, os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
+import pytest, torch
 import common
 
 class Stopped(Exception):
@@ -784,6 +786,23 @@ model = common.load_model(directory, common.setup_device())
 assert common.eos_ids(model, tokenizer) == [tokenizer.eos_token_id, 2], model.generation_config  # on every rank
 rollout = common.sample(model, tokenizer, ["12+34=?"], 1, 8, greedy=True)  # fewer rows than ranks
 assert rollout.completions[0].startswith("<think>2+4=6"), rollout.completions
+
+# DiffLlama draws its constants from the CPU's random numbers, also where it is built without its weights.
+common.load_model({str(folder / "random_constants")!r}, common.setup_device())
+first, second = common.gather_in_order([torch.get_rng_state()])
+assert torch.equal(first, second)
+
+rank = common.rank()
+def refuses(message, function, *args):
+    with pytest.raises(common.UserError, match=message):
+        function(*args)
+refuses("other rows", common.Shuffled, [common.Problem("1", [5], str(rank), {{}})], 0)  # another answer on each rank
+sys.argv = ["grpo.py"]
+run = common.Run(importlib.import_module("grpo").Config(output_dir=f"{folder}/on-machine-{{rank}}"))
+refuses("want a directory that all machines share", run.start, common.Shuffled([1], 0))
+for _ in range(2):  # from SLURM, and from torchrun, which had it from SLURM
+    os.kill(os.getpid(), signal.SIGTERM)
+assert run.stop_signal == signal.SIGTERM
 sys.argv = ["job"]
 common.launch(lambda cfg: None, common.RunConfig)  # exits as a script does
 """)
