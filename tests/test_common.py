@@ -383,7 +383,7 @@ def test_the_gradient_is_the_same_each_time_to_the_last_bit(architecture, change
     if architecture == "Qwen3Moe":
         common.setup_device()  # makes PyTorch deterministic; our own functions do not need it
     torch.set_num_threads(2)
-    for _ in range(10):
+    for _ in range(4):
         model.zero_grad()
         common.token_logprobs(model, input_ids, torch.ones_like(input_ids), 4)[0].sum().backward()
         seen.add(tuple(p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None))
@@ -713,10 +713,14 @@ def test_the_step_that_cuda_captures_samples_the_same(architecture, monkeypatch)
 
     def draw(temperature):
         torch.manual_seed(5)
-        return common.sample(model, tokenizer, PROMPTS, 8, 90, temperature).input_ids
+        rollout = common.sample(model, tokenizer, PROMPTS, 8, 90, temperature)
+        return rollout.input_ids, rollout.logprobs
     expected = [draw(temperature) for temperature in (0, 1.3)]
     steps = use_graph_steps(monkeypatch)
-    assert all(torch.equal(draw(temperature), ids) for temperature, ids in zip((0, 1.3), expected))
+    for temperature, (ids, logprobs) in zip((0, 1.3), expected):
+        drawn = draw(temperature)
+        assert torch.equal(drawn[0], ids)
+        torch.testing.assert_close(drawn[1], logprobs, rtol=1e-4, atol=1e-5)
     if architecture != "Gemma2":  # its attention is not "sdpa"
         rows, widths = map(set, zip(*steps))
         assert len(rows) > 1 and len(widths) > 1
@@ -760,6 +764,14 @@ def test_only_llamas_rmsnorm_is_fused(architecture, fused):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_a_gpu_computes_in_bfloat16_and_adds_gradients_in_float32(monkeypatch):
+    policies = []
+    monkeypatch.setattr(common, "is_small", lambda *_: True)  # a single FSDP module
+    monkeypatch.setattr(common, "fully_shard", lambda module, mp_policy, **_: policies.append(mp_policy))
+    common.shard(random_model("Qwen2")[0], torch.device("cuda"))
+    assert [(policy.param_dtype, policy.reduce_dtype) for policy in policies] == [(torch.bfloat16, torch.float32)]
+
+
 def test_a_gathered_model_runs_without_hooks_which_then_come_back():
     model, _ = random_model("Qwen2")
     ids, calls = torch.ones(1, 3, dtype=torch.long), []
@@ -771,6 +783,7 @@ def test_a_gathered_model_runs_without_hooks_which_then_come_back():
         model.register_forward_pre_hook(lambda *_: calls.append(1))
         with common.gathered(model):
             assert torch.equal(model(ids).logits, expected) and not calls
+        assert all(isinstance(p, DTensor) for p in model.parameters())  # sharded again at once
         assert torch.equal(model(ids).logits, expected) and calls == [1]
         assert all(isinstance(p, DTensor) for p in model.model.layers.parameters())  # sharded again after the forward
     finally:
@@ -1222,6 +1235,7 @@ def test_two_writers_leave_one_whole_directory(tmp_path):
 # ---------------------------------------------------------------------------------------------------------- data
 
 def test_arithmetic_splits_share_no_problem_and_do_not_change():
+    assert common.arithmetic_rows(2, "train")[0] == {"prompt": "12+41=?", "answer": "53"}
     for digits in (1, 2, 3):
         train, held_out = (common.arithmetic_rows(digits, split) for split in ("train", "eval"))
         unordered = [{tuple(sorted(row["prompt"][:-2].split("+"))) for row in rows} for rows in (train, held_out)]
@@ -1530,7 +1544,7 @@ def test_accuracy_avg_and_pass(monkeypatch):
 
 
 def test_a_step_without_signal_is_named(capsys):
-    common.warn_without_signal(3, torch.tensor([-1.0, 1.0]))
+    common.warn_without_signal(3, torch.tensor([-1.0, 0.0, 1.0]))
     assert not capsys.readouterr().err
     common.warn_without_signal(3, torch.zeros(2))
     assert "step 3" in capsys.readouterr().err

@@ -41,7 +41,6 @@ def test_clip_higher_by_hand(ratio, advantage, value, slope):
 def test_a_symmetric_clip_holds_rare_tokens_down():
     """The paper's reason for clip-higher: at ε = .2, probability .01 can rise to .012 only, but .9 to 1.08: freely."""
     for probability, bound in ((0.01, 0.012), (0.9, 1.08)):
-        assert probability * 1.2 == pytest.approx(bound)
         loss = dapo.dapo_loss(torch.tensor([[math.log(bound * 1.01)]]), torch.tensor([[math.log(probability)]]),
                               torch.ones(1), torch.ones(1, 1), 0.2, 0.2)[0]
         assert loss.item() == pytest.approx(-1.2, rel=1e-4)

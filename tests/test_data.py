@@ -194,6 +194,15 @@ def test_weights_that_the_config_has_no_place_for_are_named(tmp_path, capsys):
     assert "has no place for, such as model.layers.1." in capsys.readouterr().err
 
 
+def test_a_model_is_in_evaluation_mode_on_every_rank(tmp_path, monkeypatch):
+    """All but rank 0 build theirs from the config, without from_pretrained, which calls `eval`."""
+    random_model("Qwen2")[0].save_pretrained(tmp_path)
+    monkeypatch.setattr(common, "rank", lambda: 1)
+    monkeypatch.setattr(common, "on_main_rank", lambda work: None)
+    monkeypatch.setattr(common, "shard", lambda model, device: model)
+    assert not common.load_model(str(tmp_path), cpu).training
+
+
 def test_a_frozen_reward_model_needs_its_head(tmp_path):
     """transformers would initialize a missing head at random."""
     random_model("Qwen2")[0].save_pretrained(tmp_path)
@@ -576,6 +585,18 @@ def test_the_pairs_of_a_ranking_with_a_tie():
     ranked = common.Preference("p", [7], ["a", "b", "c"], [[1], [2], [3]], [2.0, 1.0, 1.0], 0.5)
     assert [(s.answers, s.answer_ids, s.scores) for s in ranked.split()] == [
         (["a", "b"], [[1], [2]], [1.0, 0.0]), (["a", "c"], [[1], [3]], [1.0, 0.0])]
+    assert [pair.margin for pair in ranked.split()] == [0.5, 0.5]
+
+
+def test_the_values_of_many_preferences_keep_their_order(monkeypatch):
+    """Five rankings, collated two at a time. Here the value of an answer is the sum of its row: the prompt's 7 and the
+    answer's 10 p + k."""
+    monkeypatch.setattr(common, "AT_ONCE", 2)
+    preferences = [common.Preference("p", [7], [], [[10 * p + k] for k in range(K)], list(range(K, 0, -1)))
+                   for p, K in enumerate((2, 3, 2, 2, 3))]
+    values = common.of_each_preference(lambda batch, blocks: (batch.input_ids * batch.attention_mask).sum(1),
+                                       preferences, 0, "cpu")
+    assert [v.tolist() for v in values] == [[7 + 10 * p + k for k in range(K)] for p, K in enumerate((2, 3, 2, 2, 3))]
 
 
 def test_a_cut_answer_has_no_eos(capsys):

@@ -181,18 +181,18 @@ def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
 def test_every_update_is_that_of_the_plain_algorithm(divide, beta, longest, tmp_path, monkeypatch):
     """Algorithm 1 of DeepSeekMath, written out one completion at a time.
 
-    Two steps, each with P = 4 prompts of G = 4 completions, two minibatches and two passes (μ = 2). ε = .05.
+    Two steps, each with P = 4 prompts of G = 4 completions, minibatches of 6, 5 and 5 and two passes (μ = 2). ε = .05.
     """
     if not beta:
         monkeypatch.setattr(common, "load_reference", None)  # without KL, loading a reference would be an error
     steps = record_run(
         monkeypatch, "grpo.py", tmp_path / "run", "--steps", 2, "--prompts_per_step", 4, "--group_size", 4,
-        "--minibatches", 2, "--updates_per_batch", 2, "--max_new_tokens", longest, "--temperature", 0.8,
+        "--minibatches", 3, "--updates_per_batch", 2, "--max_new_tokens", longest, "--temperature", 0.8,
         "--format_reward", 0.25, "--clip_eps", 0.05, "--kl_coef", beta, "--lr", 2e-4, "--warmup_steps", 2,
         "--max_grad_norm", 0.5, "--micro_batch_tokens", 200, *["--no_divide_by_std"] * (not divide))
     policy, reference = load_tiny_model(), load_tiny_model()
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
-    rates = iter([0, 1e-4] + [2e-4] * 6)  # eight updates, of which two are warm-up
+    rates = iter([0, 1e-4] + [2e-4] * 10)  # twelve updates, of which two are warm-up
     for step in steps:
         begin_with(step, (policy, optimizer))
         [rollout], [order] = step.rollouts, step.orders
@@ -209,7 +209,7 @@ def test_every_update_is_that_of_the_plain_algorithm(divide, beta, longest, tmp_
             old = [plain_logprobs(policy, rollout, i, 0.8) for i in range(16)]
             ref = [plain_logprobs(reference, rollout, i, 0.8) for i in range(16)]
         updates, clipped, kl, entropies = [], [], [], []
-        for minibatch in order.tensor_split(2) * 2:
+        for minibatch in order.tensor_split(3) * 2:
             loss = 0
             for i in minibatch.tolist():
                 logprobs = plain_logprobs(policy, rollout, i, 0.8)

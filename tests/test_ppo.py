@@ -492,7 +492,7 @@ def test_the_format_reward_keeps_its_weight_beside_normalised_scores(tmp_path):
     rewards = {}
     for size in (1.0, 100.0):
         save_reward_model(tmp_path / f"rm-{size}", size=size)
-        for weight in (0.0, 0.5):
+        for weight in (0.0, 0.5) if size == 1 else (0.5,):
             out = tmp_path / f"run-{size}-{weight}"
             done = run_script("ppo.py", "--steps", 1, "--prompts_per_step", 16, "--reward", tmp_path / f"rm-{size}",
                               "--output_dir", out, "--eval_data", few_problems(tmp_path), "--format_reward", weight,

@@ -74,6 +74,8 @@ def test_calibration_error():
     assert reward_model.calibration_error(torch.full((4,), 50.0)) == pytest.approx(0.0, abs=1e-6)
     # A right pair at confidence .62 and a wrong one at .68 fall into two bins of width .05: ½·.38 + ½·.68.
     assert reward_model.calibration_error(torch.tensor([0.62, 0.32]).logit()) == pytest.approx(0.53, abs=1e-6)
+    # At .92 and 1 − .03 = .97, these are the last two bins: ½·.08 + ½·.97.
+    assert reward_model.calibration_error(torch.tensor([0.92, 0.03]).logit()) == pytest.approx(0.525, abs=1e-6)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama", "GPT2", "Gemma2"])

@@ -68,6 +68,42 @@ def test_rewards_may_be_verdicts_or_counts(script):
         torch.testing.assert_close(group_advantages(rewards), expected)
 
 
+@pytest.mark.parametrize("script", GROUP_SCRIPTS)
+def test_equal_rewards_beside_another_group_give_exactly_zero(script):
+    """Seven rewards of 0.1, whose mean rounds; so does that of 0.1 − 1, where 1 is the first reward of all."""
+    rewards = torch.tensor([[1.0, 0, 0, 0, 0, 0, 0], [0.1] * 7])
+    assert (importlib.import_module(script).group_advantages(rewards)[1] == 0).all()
+
+
+@pytest.mark.parametrize("script", ["grpo", "dapo"])
+def test_the_epsilon_beside_the_std_is_added(script):
+    """Rewards 0 and 2e-6: mean 1e-6, std √2·1e-6, advantages ∓1e-6 / (√2·1e-6 + 1e-6) = ∓1 / 2.4142 = ∓.41421."""
+    advantages = importlib.import_module(script).group_advantages(torch.tensor([[0.0, 2e-6]]))
+    torch.testing.assert_close(advantages, torch.tensor([[-0.41421, 0.41421]]), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("script", [*GROUP_SCRIPTS, "ppo"])
+def test_the_samplers_logprobs_are_compared_and_not_trained_on(script, tmp_path, monkeypatch):
+    """A sampler whose log-probs are too high by n/10 in completions of n tokens: `sampler_gap` is Σ n·n/10 / Σ n.
+
+    The old log-probs are the policy's own all the same: in the only update all ratios are 1, and nothing is clipped.
+    """
+    sample = common.sample
+
+    def inexact(*args):
+        rollout = sample(*args)
+        rollout.logprobs += rollout.lengths[:, None] / 10
+        return rollout
+    monkeypatch.setattr(importlib.import_module(script), "sample", inexact)
+    [step] = record_run(monkeypatch, f"{script}.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 8,
+                        "--micro_batch_tokens", 200, "--temperature", 1.3,
+                        *["--updates_per_batch", 1] * (script == "ppo"),
+                        *["--no_dynamic_sampling"] * (script == "dapo"), *["--group_size", 3] * (script != "ppo"))
+    n = step.rollouts[0].lengths.float()
+    assert step.metrics["sampler_gap"] == pytest.approx((n * n / 10).sum().item() / n.sum().item(), rel=1e-4)
+    assert step.metrics["clip_fraction"] == 0
+
+
 @pytest.mark.parametrize("script", ["grpo", "dapo", "dr_grpo", "ppo", "dpo --on_policy"])
 def test_the_rollout_is_drawn_at_the_temperature_of_the_run(script, tmp_path, monkeypatch):
     """At a temperature near 0, all completions of a prompt are the greedy one."""
