@@ -297,8 +297,12 @@ def script_flags(args, group: bool = True) -> list[str]:
     return flags + (["--micro_batch_tokens", str(args.micro_batch_tokens)] if args.micro_batch_tokens else [])
 
 
+def warmup_and_repeats(args) -> tuple[int, int]:
+    return (3, max(args.repeats, 10)) if args.model == "tiny" else (2, max(args.repeats, 3))
+
+
 def ours(args, script: str, flags: list[str]) -> dict:
-    clock = Clock(args.device, 3, max(args.repeats, 10 if args.model == "tiny" else 3))
+    clock = Clock(args.device, *warmup_and_repeats(args))
     run_script(script, script_flags(args, script == "grpo") + flags, clock.tick)
     return clock.result()
 
@@ -344,7 +348,7 @@ def step(args, flags: list[str]) -> dict:
                     tokens=int(lengths.sum()), attended=int(lengths.square().sum()) / 2)  # summed over tokens; causal
         return token_logprobs(model, input_ids, attention_mask, *a)
     grpo.token_logprobs = count
-    clock = Clock(args.device, 2, max(args.repeats, 10 if args.model == "tiny" else 3))
+    clock = Clock(args.device, 2, warmup_and_repeats(args)[1])
 
     def tick():
         if len(clock.times) == clock.warmup:
@@ -444,7 +448,7 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
     """The same step in TRL's trainer. All its optimizer steps on one batch of rollouts count as one step here."""
     from datasets import Dataset
     import trl as library
-    clock, seen = Clock(args.device, 3, max(args.repeats, 10 if args.model == "tiny" else 3)), [0]
+    clock, seen = Clock(args.device, *warmup_and_repeats(args)), [0]
     directory, trainer = model_directory(args.model), None
 
     class Ticks(transformers.TrainerCallback):
@@ -454,8 +458,8 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
                 (tick or clock.tick)(*([trainer.model] if tick else []))
     tokenizer = common.load_tokenizer(directory)
     if script == "grpo":
-        rows = args.prompts * args.group // minibatches
-        micro_batches = 1 if args.model == "tiny" else max(1, rows // 8)  # about 4,096 tokens, as in ours
+        rows, tokens = args.prompts * args.group // minibatches, args.tokens or (40 if args.model == "tiny" else 512)
+        micro_batches = 1 if args.model == "tiny" else max(1, rows * tokens // (args.micro_batch_tokens or 4096))
 
         def reward(completions, answer, **_):
             return [float(common.is_equivalent(common.extract_answer(c), a)) for c, a in zip(completions, answer)]
@@ -465,7 +469,7 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
             args, tempfile.mkdtemp(), per_device_train_batch_size=rows // micro_batches,
             gradient_accumulation_steps=micro_batches, steps_per_generation=minibatches * micro_batches,
             num_iterations=updates, num_generations=args.group, temperature=1.0, beta=kl, loss_type="grpo",
-            max_completion_length=args.tokens or (40 if args.model == "tiny" else 512)))
+            max_completion_length=tokens))
     elif script == "ppo":  # the data are prompts; reward model, critic and reference are those of ppo.py
         from trl.experimental.ppo import PPOConfig, PPOTrainer
         kind, data = PPOTrainer, [{"input_ids": tokenizer(row["prompt"])["input_ids"]}
@@ -553,7 +557,7 @@ def against_trl(args, scripts: list[str]):
     if "ppo" in scripts and args.model == "tiny" and importlib.util.find_spec("trl.experimental.ppo"):
         pairs.append(("ppo", "", ["--reward", reward_model_directory(model_directory(args.model))], {}))
     for script, name, flags, settings in pairs:
-        if script not in scripts or script != "grpo" and args.model != "tiny":
+        if script not in scripts:
             continue
         rounds = [(measure(args, "ours", script=script, flags=flags), measure(args, "trl", script=script, **settings))
                   for _ in range(args.rounds)]  # in turn, so that a slow minute slows both
