@@ -1624,18 +1624,18 @@ def read_prefixes_once(model, ids, shared: int):
 
 
 def head_logits(config, hidden, weight, bias=None):
-    """[n, H] -> [n, V], float32, with the bias, scale or soft cap that some architectures have.
+    """[n, H] -> [n, V], with the bias, or (then in float32) the scale or soft cap, that some architectures have.
 
     With some rows of the weight and the bias: the logits of that slice of the vocabulary.
     """
     config = config.get_text_config()
-    logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
+    logits = F.linear(hidden.to(weight.dtype), weight, bias)
     if scale := getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None):
-        logits = logits * scale  # Cohere; Falcon-H1
+        logits = logits.float() * scale  # Cohere; Falcon-H1
     if scale := getattr(config, "logits_scaling", None):  # Granite
-        logits = logits / scale
+        logits = logits.float() / scale
     if cap := getattr(config, "final_logit_softcapping", None):  # Gemma 2
-        logits = cap * torch.tanh(logits / cap)
+        logits = cap * torch.tanh(logits.float() / cap)
     return logits
 
 
@@ -1675,8 +1675,8 @@ class SlicedLogprobs(torch.autograd.Function):
         largest, sums, sums_of_z, of_target = hidden.new_empty(4, len(hidden), len(starts), dtype=torch.float32)
         for i, start in enumerate(starts):
             logits = head_logits(config, hidden, *(w[start:start + size] for w in weights))
-            largest[:, i] = logits.amax(1) / temperature
-            z = torch.add(-largest[:, i, None], logits, alpha=1 / temperature)
+            largest[:, i] = logits.amax(1).float() / temperature
+            z = torch.add(-largest[:, i, None], logits, alpha=1 / temperature)  # float32 also where logits are bfloat16
             column = (targets - start).clamp(0, logits.shape[1] - 1)  # the target's, if it is in this slice
             of_target[:, i] = z.gather(1, column[:, None])[:, 0]
             exp_z = z.exp()
@@ -1710,7 +1710,8 @@ class SlicedLogprobs(torch.autograd.Function):
                 factor = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None] / temperature).sub_(grad)
             column = (targets - start).clamp(0, logp.shape[1] - 1)  # of the target, if it is in this slice
             in_slice = column == targets - start
-            logits.backward(probs.mul_(factor).scatter_add_(1, column[:, None], grad * in_slice[:, None]))
+            gradient = probs.mul_(factor).scatter_add_(1, column[:, None], grad * in_slice[:, None])
+            logits.backward(gradient.to(logits.dtype))
             for whole, w in zip(grad_weights, part):
                 whole[start:start + size] = w.grad
         return None, None, None, None, hidden.grad, *grad_weights
@@ -1728,7 +1729,7 @@ def head_is_sliceable(model) -> bool:
         logits = head_logits(model.config, hidden, *model.get_output_embeddings().parameters())
         own_logits = model(input_ids=ids, use_cache=False).logits
         tolerance = 1e-4 if own_logits.dtype == torch.float32 else 0.01  # bfloat16 rounds a cap or a scale
-        return torch.allclose(logits, own_logits.float(), tolerance, tolerance)
+        return torch.allclose(logits.float(), own_logits.float(), tolerance, tolerance)
     try:
         ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
         with evaluating(model):

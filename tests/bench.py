@@ -251,7 +251,7 @@ def logprobs(args, path: str, vocab: int) -> dict:
         (logprobs_path(path, model, ids, mask, 256) * coefficients).sum().backward()
     rate = matmul_rate(args.device)
     base = reset_peak(args.device)
-    seconds = timed(work, args.device, args.repeats if vocab < 10_000 else 2)
+    seconds = timed(work, args.device, args.repeats if vocab < 10_000 or args.device == "cuda" else 2)
     body, head = forward_flops(model, 16 * 288, 144), 2 * 16 * 256 * vocab * model.config.hidden_size
     # `forward_flops` counts the head at every token, but only the log-probs of completions need it.
     head_everywhere = 2 * 16 * 288 * vocab * model.config.hidden_size
