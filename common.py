@@ -144,7 +144,8 @@ class RunConfig:
     micro_batch_tokens: int = flag(4096, "padded tokens per forward and backward pass: lower it when memory runs out")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, 1/3 more time")
     freeze_layers: float = flag(0.0, "this share of the layers, from the first, does not train")
-    lr_schedule: Literal["constant", "linear", "cosine"] = flag("constant", "after the warm-up: constant, or down to 0")
+    lr_schedule: Literal["constant", "linear", "cosine"] = flag(
+        "constant", "after the warm-up: constant, or down to 0 over the updates that full steps make")
     max_bad_steps: int = flag(5, "updates in a row with a non-finite loss or gradient before the run gives up")
 
 
@@ -618,13 +619,14 @@ def save_model(model, tokenizer, directory: Path) -> None:
     distinct = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied weight has one name here
     exact = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())  # such as an expert router's biases
     weights = {name: tensor for name, tensor in weights.items() if name in distinct}
+    dtype = getattr(model, "saved_dtype", model.dtype)  # if `load_model` has loaded it, that of the file
     for name, tensor in weights.items():
         if tensor.is_floating_point() and not any(part in name for part in exact):
-            weights[name] = tensor.to(model.saved_dtype)
+            weights[name] = tensor.to(dtype)
 
     def fill(folder):
         model.save_pretrained(folder, state_dict=weights)
-        model.config.dtype = model.saved_dtype  # save_pretrained wrote the masters' dtype into config.json
+        model.config.dtype = dtype  # save_pretrained wrote the masters' dtype into config.json
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     on_main_rank(lambda: write_directory(directory, fill))
@@ -1162,7 +1164,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     Temperature 0 is greedy. Any top-k, top-p or penalty in the model's generation config is ignored: the policy that is
     scored must be the policy that sampled. Collective: every rank passes the same prompts, decodes its share of the
     rows and gets the whole rollout. Raises ValueError if the ranks' prompts differ, if there are none, if one has no
-    tokens, or if a number is below 1, and UserError if the model takes no DynamicCache.
+    tokens, or if a number is out of range, and UserError if the model takes no DynamicCache.
 
     A token is drawn by inverting the cumulative distribution at a uniform random number. Every (row, position) has its
     own number, drawn up front. So apart from rounding in the model, the samples do not depend on which rows share a
@@ -1171,22 +1173,24 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     device = model.device
     pad_id = next((i for i in (tokenizer.pad_token_id, *eos_ids(model, tokenizer)) if i is not None), 0)
     temperature = 0 if greedy else temperature
-    if hasattr(prompts, "keys"):  # a mapping, whose keys would be read as prompts
-        raise ValueError("want strings or lists of token ids; of a tokenizer's output, pass the input_ids")
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    prompts = [prompts] if isinstance(prompts, str) or hasattr(prompts, "keys") else list(prompts)
     if all(isinstance(prompt, str) for prompt in prompts):
         prompts = encode(tokenizer, [(prompt, False) for prompt in prompts])
     else:
-        prompts = [[int(token) for token in prompt] for prompt in prompts]
+        try:
+            prompts = [[int(token) for token in prompt] for prompt in prompts]
+        except (TypeError, ValueError):
+            raise ValueError("want strings or unpadded lists of token ids: of a tokenizer's output its input_ids, of "
+                             "chat messages what apply_chat_template(…, tokenize=False) returns") from None
     if len(set(gather_in_order([zlib.crc32(repr(prompts).encode())]))) > 1:  # a checksum is enough
         raise ValueError("sample is collective: every rank must pass the same prompts")
-    if min(group_size, max_new_tokens) < 1:
-        raise ValueError("want a group_size and max_new_tokens of at least 1")
+    if min(group_size, max_new_tokens) < 1 or temperature < 0:
+        raise ValueError("want a group_size and max_new_tokens of at least 1, and a temperature of at least 0")
     if not prompts or not all(prompts):
         raise ValueError("no prompt, or a prompt without tokens: there is nothing to condition on")
     if not cache_argument(model) or not model._supports_default_dynamic_cache():  # the latter: RWKV, MiniMax
-        raise UserError(f"{type(model).__name__}: its state is no DynamicCache, so it cannot be sampled from; if it "
-                        "wraps a model (PEFT, DDP), pass that model")
+        raise UserError(f"{type(model).__name__}: its state is no DynamicCache, or its forward method does not name it "
+                        "(past_key_values), so it cannot be sampled from; if it wraps a model (PEFT, DDP), pass that")
     prompt_ids, prompt_mask, _ = collate(prompts, [[]] * len(prompts), pad_id, device)  # [P, L]
     N = len(prompts) * group_size
     draw = torch.rand if temperature else torch.zeros  # greedy decoding does not move the random state
@@ -1532,7 +1536,8 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     the shapes differ, and RuntimeError where a second derivative is asked for (unless it has full logits).
 
     [B, T, V] never exists: the logits of the real completion tokens are computed in slices of the vocabulary, and again
-    in the backward pass. A head that `head_logits` cannot reproduce gets full logits, with one warning.
+    in the backward pass. A head that `head_logits` cannot reproduce gets full logits, with one warning. (They are
+    compared at the first call: `del model.head_is_sliceable` after a change of the head.)
     """
     if attention_mask.shape != input_ids.shape:
         raise ValueError(f"input_ids {[*input_ids.shape]} and attention_mask {[*attention_mask.shape]}: want one shape")

@@ -55,9 +55,9 @@ def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
 def token_weights(mask: torch.Tensor, num_sequences: int, max_new_tokens: int) -> torch.Tensor:
     """Weights [N, T] of the tokens in the loss, from their mask (bool [N, T]); 0 outside the mask.
 
-    num_sequences (N below) counts the completions of the whole optimizer step, over all micro-batches and ranks.
+    num_sequences counts the completions of the whole optimizer step, over all micro-batches and ranks.
     """
-    return mask / max_new_tokens / num_sequences  # 1 / (N·L_max), as in listing 1 of the paper
+    return mask / max_new_tokens / num_sequences  # as in listing 1 of the paper
 
 
 def dr_grpo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):

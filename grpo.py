@@ -58,9 +58,9 @@ def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch
 def token_weights(mask: torch.Tensor, num_sequences: int) -> torch.Tensor:
     """Weights [N, T] of the tokens in the loss, from their mask (bool [N, T]); 0 outside the mask.
 
-    num_sequences (N below) counts the completions of the whole optimizer step, over all micro-batches and ranks.
+    num_sequences counts the completions of the whole optimizer step, over all micro-batches and ranks.
     """
-    return mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_sequences  # 1 / (N·|o_i|)
+    return mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_sequences  # 1 / (num_sequences·|o_i|)
 
 
 def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, weights, clip_eps: float, kl_coef: float):

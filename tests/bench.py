@@ -468,7 +468,8 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
         config = library.GRPOConfig(**trl_arguments(
             args, tempfile.mkdtemp(), per_device_train_batch_size=rows // micro_batches,
             gradient_accumulation_steps=micro_batches, steps_per_generation=minibatches * micro_batches,
-            num_iterations=updates, num_generations=args.group, temperature=1.0, beta=kl, loss_type="grpo",
+            num_iterations=updates, num_generations=args.group, temperature=1.0, loss_type="grpo",
+            beta=kl, use_bias_correction_kl=False,  # k3 as in DeepSeekMath, not multiplied by the ratio
             max_completion_length=tokens))
     elif script == "ppo":  # the data are prompts; reward model, critic and reference are those of ppo.py
         from trl.experimental.ppo import PPOConfig, PPOTrainer

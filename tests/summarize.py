@@ -45,7 +45,7 @@ def read(directory: Path, budget: float) -> list[dict]:
 def summary(metrics: list[dict]) -> dict[str, float]:
     steps = [m for m in metrics if "seconds" in m]
     evaluations = [m["eval_accuracy"] for m in metrics if "eval_accuracy" in m]
-    row = {"before": evaluations[0], "after": evaluations[-1]}
+    row = {"before": evaluations[0], "after": evaluations[-1]} if evaluations else {}
     if "accuracy" in steps[-1]:
         row["sampled"] = np.mean([m["accuracy"] for m in steps[-10:]])
     for key, title in COLUMNS.items():
@@ -101,8 +101,14 @@ def main() -> None:
     runs, seeds_of = defaultdict(list), defaultdict(list)
     for directory in args.directories:
         name, _, seed = directory.name.rpartition("-")
-        name = directory.name if args.each else name
-        runs[name].append(read(directory, args.tokens))
+        name = directory.name if args.each or not seed.isdecimal() else name
+        try:
+            metrics = read(directory, args.tokens)
+        except OSError as error:
+            sys.exit(f"summarize.py: {error}")
+        if not any("seconds" in step for step in metrics):
+            sys.exit(f"summarize.py: {directory} has no finished step")
+        runs[name].append(metrics)
         seeds_of[name].append(seed)
     if args.plot:
         plot(runs, args.metric, args.plot)

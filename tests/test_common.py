@@ -937,6 +937,8 @@ def test_a_prompt_has_a_token_at_least():
     for group_size, max_new_tokens in ((0, 4), (1, 0)):
         with pytest.raises(ValueError, match="at least 1"):
             common.sample(model, tokenizer, ["1+1=?"], group_size, max_new_tokens)
+    with pytest.raises(ValueError, match="temperature"):
+        common.sample(model, tokenizer, ["1+1=?"], 1, 4, temperature=-1)
 
 
 def test_a_cache_that_is_called_cache():
@@ -973,8 +975,10 @@ def test_token_ids_may_be_a_tensor():
 def test_what_a_tokenizer_returns_is_no_prompt():
     """Its keys would be read as strings."""
     model, tokenizer = random_model("Qwen2")
-    with pytest.raises(ValueError, match="input_ids"):
-        common.sample(model, tokenizer, tokenizer(["1+1=?", "12+34=?"]), 1, 4)
+    whole = tokenizer(["1+1=?", "12+34=?"])
+    for prompts in (whole, [whole], [{"role": "user", "content": "1+1=?"}], whole["input_ids"][0]):
+        with pytest.raises(ValueError, match="want strings or unpadded lists of token ids"):
+            common.sample(model, tokenizer, prompts, 1, 4)
 
 
 def test_what_cannot_be_sampled_from_is_refused_on_a_rank_without_rows(monkeypatch):

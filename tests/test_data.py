@@ -288,6 +288,13 @@ def test_a_tied_weight_is_saved_once(tmp_path):
     assert torch.equal(common.load_model(str(tmp_path / "saved"), cpu).lm_head.weight, policy.lm_head.weight)
 
 
+def test_a_model_that_load_model_has_not_loaded_is_saved_as_it_is(tmp_path):
+    model, tokenizer = random_model("Qwen2")
+    common.save_model(model.bfloat16(), tokenizer, tmp_path)
+    assert {weight.dtype for weight in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+    assert transformers.AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
 def test_what_a_model_keeps_in_float32_is_saved_in_float32(tmp_path):
     """The biases of DeepSeek-V3's expert router, for example: rounded, they would choose other experts."""
     model, tokenizer = random_model("Qwen2")
