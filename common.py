@@ -2712,10 +2712,8 @@ def is_equivalent(prediction, answer) -> bool:
             return option[1] == other.strip("()[]. ") or _same(_clean(option[2]), other)
         if _SENTENCE.fullmatch(side) and len(numbers := _NUMBER.findall(side)) == 1:  # a sentence, with its only number
             return _same(numbers[0], other)
-        if worked := _WORKED.fullmatch(side):
-            return _same(worked[1], other)
-        if statement := _STATEMENT.fullmatch(side):
-            return _same(statement[1].strip(), other)
+        if conclusion := _WORKED.fullmatch(side) or _STATEMENT.fullmatch(side):
+            return _same(conclusion[1].strip(), other)
     return False
 
 
