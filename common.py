@@ -1947,11 +1947,9 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     G, completions = len(rollout.completions) // len(problems), iter(rollout.completions)
     given = [(text, ids, problem.opening + next(completions))
              for problem, text, ids in zip(problems, rendered, encode(tokenizer, rendered)) for _ in range(G)]  # [N]
-    answers = [answer + [end] * ended
-               for answer, ended in zip(encode_answers(tokenizer, given, lead), rollout.finished.tolist())]
-    prompts = [ids for _, ids, _ in given]
-    return collate([ids[:-1] for ids in prompts], [ids[-1:] + answer for ids, answer in zip(prompts, answers)],
-                   tokenizer.pad_token_id, rollout.mask.device)
+    encoded, finished = encode_answers(tokenizer, given, lead), rollout.finished.tolist()
+    answers = [ids[-1:] + answer + [end] * ended for (_, ids, _), answer, ended in zip(given, encoded, finished)]
+    return collate([ids[:-1] for _, ids, _ in given], answers, tokenizer.pad_token_id, rollout.mask.device)
 
 
 def load_reward_function(spec: str):
