@@ -1407,8 +1407,7 @@ class GraphStep:
     def run(self):
         seen = self.mask & (self.columns <= self.column)  # [m, width]
         # As numbers to add to the scores, made once: from a boolean mask, every layer would make them again.
-        bias = torch.zeros(seen.shape, dtype=self.cache.layers[0].keys.dtype, device=seen.device)
-        bias.masked_fill_(~seen, -math.inf)
+        bias = torch.zeros_like(seen, dtype=self.cache.layers[0].keys.dtype).masked_fill_(~seen, -math.inf)
         # Under the name "sdpa" and not one of its own, because some models (Falcon) compare the name with that.
         AttentionInterface.register("sdpa", one_token_attention)
         try:
