@@ -1895,8 +1895,7 @@ def load_reward(cfg, wrong: float = 0.0):
         for error in gather_in_order(errors):  # on every rank: raised on one alone, it would leave the others waiting
             raise error
         rewards, correct = zip(*gather_in_order(judged))
-        device = rollout.mask.device
-        return torch.tensor(rewards, device=device).view(-1, G), torch.tensor(correct, device=device).view(-1, G)
+        return [torch.tensor(of_rows, device=rollout.mask.device).view(-1, G) for of_rows in (rewards, correct)]
     return score
 
 
