@@ -946,6 +946,7 @@ class Shuffled:
         """The distinct ones among the first `count` items, without moving on."""
         return self.items if count >= len(self.items) else [self.items[i] for i in self.order(0)[:count]]
 
+    @functools.lru_cache(2)  # a million rows take 18 ms to shuffle
     def order(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.items))
 
@@ -1202,6 +1203,8 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     with evaluating(model), gathered(model):
         mine = torch.tensor(my_share(N), dtype=torch.long, device=device)
         at_once = rows_that_fit(model, prompt_ids.shape[1], max_new_tokens, group_size)
+        if at_once < len(mine):  # a turn is as wide as its longest prompt: similar ones together, the longest first
+            mine = mine[prompt_mask.sum(1)[mine // group_size].argsort(descending=True, stable=True)]
         for start in range(0, len(mine), at_once):
             rows = mine[start:start + at_once]
             tokens[rows], logprobs[rows] = decode(model, prompt_ids, prompt_mask, rows // group_size, ends,
@@ -1269,9 +1272,10 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     batch, so that short completions cost nothing while the long ones continue. On CUDA, a step replays a captured graph
     if the model allows it (`GraphStep`).
     """
-    n, L, device = len(prompt_of), prompt_ids.shape[1], prompt_ids.device
-    first, last = prompt_of[0].item(), prompt_of[-1].item() + 1  # prompt_of is sorted
-    mask, rows = prompt_mask[first:last], prompt_of - first
+    n, device = len(prompt_of), prompt_ids.device
+    prompts, rows = prompt_of.unique_consecutive(return_inverse=True)
+    L = int(prompt_mask[prompts].sum(1).max())  # other prompts may be longer
+    prompt_ids, mask = prompt_ids[prompts, -L:], prompt_mask[prompts, -L:]
     padded = not mask.all()  # otherwise the model gets no mask, which allows faster kernels
     cache = DynamicCache(config=model.config)
     with_cache = {cache_argument(model): cache, "use_cache": True}
@@ -1281,7 +1285,7 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
                      **with_cache).logits[:, -1]
 
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    logits = forward(prompt_ids[first:last], mask if padded else None, positions)[rows]  # [n, V]
+    logits = forward(prompt_ids, mask if padded else None, positions)[rows]  # [n, V]
     cache.reorder_cache(rows)  # one row per completion, no longer per prompt
     room = max_new_tokens + -(L + max_new_tokens) % 8  # CUDA's attention kernels prefer a multiple of 8 columns
     for i, layer in enumerate(cache.layers):  # layer by layer, so that there are never two whole caches in memory
@@ -1534,9 +1538,8 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     Call `model.eval()` first if the model has dropout. Raises ValueError if T leaves no column for a prompt, or if
     the shapes differ, and RuntimeError where a second derivative is asked for (unless it has full logits).
 
-    [B, T, V] never exists: the logits of the real completion tokens are computed in slices of the vocabulary, and again
-    in the backward pass. A head that `head_logits` cannot reproduce gets full logits, with one warning. (They are
-    compared at the first call: `del model.head_is_sliceable` after a change of the head.)
+    [B, T, V] never exists (`SlicedLogprobs`), except for a head that `head_logits` cannot reproduce: a warning says so.
+    (That is found out at the first call: `del model.head_is_sliceable` after a change of the head.)
     """
     if attention_mask.shape != input_ids.shape:
         raise ValueError(f"input_ids {[*input_ids.shape]} and attention_mask {[*attention_mask.shape]}: want one shape")

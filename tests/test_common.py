@@ -918,6 +918,16 @@ def test_what_is_sampled_does_not_depend_on_how_many_rows_fit(monkeypatch):
     assert torch.equal(draw(1), draw(100)) and torch.equal(draw(4), draw(100))  # 4 cuts through groups of 5
 
 
+def test_a_turn_is_as_wide_as_its_longest_prompt(monkeypatch):
+    """Prompts of 2, 9, 3 and 8 tokens, two at a time: the long ones together, the short ones without their padding."""
+    model, tokenizer = random_model("Qwen2")
+    monkeypatch.setattr(common, "rows_that_fit", lambda *args: 2)
+    shapes = []
+    model.register_forward_pre_hook(lambda _, args, given: shapes.append(given["input_ids"].shape), with_kwargs=True)
+    common.sample(model, tokenizer, [[7] * length for length in (2, 9, 3, 8)], 1, 1)
+    assert shapes == [(2, 9), (2, 3)]
+
+
 def test_several_eos_ids_all_end_a_completion():
     model, tokenizer = random_model("Qwen2")
     other_end = tokenizer.convert_tokens_to_ids("7")
