@@ -541,7 +541,7 @@ def medians(results) -> dict:
 
 
 def show(name: str, result: dict) -> None:
-    cells = [f"{key} {value:,.3g}" if isinstance(value, float) and abs(value) < 1000 else
+    cells = [f"{key} {value:,.3g}" if isinstance(value, float) and abs(value) < 999.5 else
              f"{key} {value:,.0f}" if isinstance(value, float) else f"{key} {value}" for key, value in result.items()]
     print(f"{name:34s} " + "  ".join(cells), flush=True)
 
