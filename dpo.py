@@ -116,7 +116,8 @@ def main(cfg: Config) -> None:
     # The reference is the policy before its first update. So its log-probs of given answers are computed here, once,
     # and no second model stays in memory. (Sampled answers do not exist yet, so --on_policy keeps the reference.)
     if not cfg.on_policy:
-        common.say("computing the reference's log-probs")
+        if not cfg.reference_free:
+            common.say("computing the reference's log-probs")  # of many pairs, this takes long
         for preferences in (data.first(cfg.steps * cfg.pairs_per_step), eval_preferences):
             logprobs = answer_logprobs(None if cfg.reference_free else policy, tokenizer, preferences, cfg, run.device)
             for preference, ref_logprobs in zip(preferences, logprobs):
