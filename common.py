@@ -1185,7 +1185,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
                              "chat messages what apply_chat_template(…, tokenize=False) returns") from None
     if len(set(gather_in_order([zlib.crc32(repr(prompts).encode())]))) > 1:  # a checksum is enough
         raise ValueError("sample is collective: every rank must pass the same prompts")
-    if min(group_size, max_new_tokens) < 1 or temperature < 0:
+    if min(group_size, max_new_tokens) < 1 or not temperature >= 0:
         raise ValueError("want a group_size and max_new_tokens of at least 1, and a temperature of at least 0")
     if not prompts or not all(prompts):
         raise ValueError("no prompt, or a prompt without tokens: there is nothing to condition on")
@@ -1202,11 +1202,13 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
 
     with evaluating(model), gathered(model):
         mine = torch.tensor(my_share(N), dtype=torch.long, device=device)
-        at_once = rows_that_fit(model, prompt_ids.shape[1], max_new_tokens, group_size)
-        if at_once < len(mine):  # a turn is as wide as its longest prompt: similar ones together, the longest first
-            mine = mine[prompt_mask.sum(1)[mine // group_size].argsort(descending=True, stable=True)]
-        for start in range(0, len(mine), at_once):
-            rows = mine[start:start + at_once]
+        prompt_lengths = prompt_mask.sum(1)  # [P]
+        if rows_that_fit(model, prompt_ids.shape[1], max_new_tokens, group_size) < len(mine):
+            # In turns, each as wide as its longest prompt: the longest ones first, so that similar ones meet.
+            mine = mine[prompt_lengths[mine // group_size].argsort(descending=True, stable=True)]
+        while len(mine) > 0:
+            at_once = rows_that_fit(model, int(prompt_lengths[mine[0] // group_size]), max_new_tokens, group_size)
+            rows, mine = mine[:at_once], mine[at_once:]
             tokens[rows], logprobs[rows] = decode(model, prompt_ids, prompt_mask, rows // group_size, ends,
                                                   max_new_tokens, uniforms[rows.cpu()].to(device), temperature)
 

@@ -404,7 +404,7 @@ def memory(args) -> dict:
     root = total - layers * layer
     one_layer = tokens * (kept_for_backward(args.model, 2) - kept_for_backward(args.model, 1))
     recomputed = one_layer + layers * tokens * hidden * 2  # the layer being recomputed, and every layer's input
-    slices = 5 * 4 * common.HEAD_SLICE["cuda"]  # float32 logits, their log-softmax, its gradients, the slice before
+    slices = 5 * 4 * common.HEAD_SLICE["cuda"]  # at most: logits, their log-softmax, its gradients, the slice before
     result = {"parameters_b": total / 1e9, "activations": layers * one_layer / 1e9, "recomputed": recomputed / 1e9}
     for script, trained, frozen, samples in (("grpo", 1, 1, True), ("grpo without KL, dapo, dr_grpo", 1, 0, True),
                                              ("ppo", 2, 1, True), ("dpo, reward_model", 1, 0, False)):
@@ -459,7 +459,8 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
     tokenizer = common.load_tokenizer(directory)
     if script == "grpo":
         rows, tokens = args.prompts * args.group // minibatches, args.tokens or (40 if args.model == "tiny" else 512)
-        micro_batches = 1 if args.model == "tiny" else max(1, rows * tokens // (args.micro_batch_tokens or 4096))
+        wanted = 1 if args.model == "tiny" else max(1, rows * tokens // (args.micro_batch_tokens or 4096))
+        micro_batches = next(n for n in range(min(wanted, rows), rows + 1) if rows % n == 0)  # all of one size
 
         def reward(completions, answer, **_):
             return [float(common.is_equivalent(common.extract_answer(c), a)) for c, a in zip(completions, answer)]

@@ -101,13 +101,14 @@ def main() -> None:
     runs, seeds_of = defaultdict(list), defaultdict(list)
     for directory in args.directories:
         name, _, seed = directory.name.rpartition("-")
-        name = directory.name if args.each or not seed.isdecimal() else name
+        seed = seed if seed.isdecimal() else ""
+        name = directory.name if args.each or not seed else name
         try:
             metrics = read(directory, args.tokens)
-        except OSError as error:
-            sys.exit(f"summarize.py: {error}")
+        except (OSError, ValueError) as error:  # no such run, or killed while it wrote a line
+            sys.exit(f"summarize.py: {directory}: {error}")
         if not any("seconds" in step for step in metrics):
-            sys.exit(f"summarize.py: {directory} has no finished step")
+            sys.exit(f"summarize.py: {directory} has no finished step within --tokens")
         runs[name].append(metrics)
         seeds_of[name].append(seed)
     if args.plot:

@@ -919,13 +919,13 @@ def test_what_is_sampled_does_not_depend_on_how_many_rows_fit(monkeypatch):
 
 
 def test_a_turn_is_as_wide_as_its_longest_prompt(monkeypatch):
-    """Prompts of 2, 9, 3 and 8 tokens, two at a time: the long ones together, the short ones without their padding."""
+    """If 20 columns fit, one prompt of 9 tokens leaves room for one of 3. The three of 2 tokens fit together then."""
     model, tokenizer = random_model("Qwen2")
-    monkeypatch.setattr(common, "rows_that_fit", lambda *args: 2)
+    monkeypatch.setattr(common, "rows_that_fit", lambda model, prompt_length, *args: 20 // prompt_length)
     shapes = []
     model.register_forward_pre_hook(lambda _, args, given: shapes.append(given["input_ids"].shape), with_kwargs=True)
-    common.sample(model, tokenizer, [[7] * length for length in (2, 9, 3, 8)], 1, 1)
-    assert shapes == [(2, 9), (2, 3)]
+    common.sample(model, tokenizer, [[7] * length for length in (2, 9, 2, 3, 2)], 1, 1)
+    assert shapes == [(2, 9), (3, 2)]
 
 
 def test_several_eos_ids_all_end_a_completion():
