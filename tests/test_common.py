@@ -515,6 +515,22 @@ def test_both_ways_have_the_temperature():
     torch.testing.assert_close(*both, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["final_logit_softcapping", "logits_scaling", "logit_scale", None])
+def test_bfloat16_logits_meet_float32_before_anything_else(name):
+    """The head rounds its logits to bfloat16, whose values have three digits. All that follows them is float32."""
+    torch.manual_seed(0)
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**{name or "none": 0.3}))
+    hidden, weight, targets = torch.randn(6, 16).bfloat16(), torch.randn(512, 16).bfloat16(), torch.arange(6)
+    logits = (hidden @ weight.T).float()
+    if name:
+        logits = {"final_logit_softcapping": 0.3 * torch.tanh(logits / 0.3), "logits_scaling": logits / 0.3,
+                  "logit_scale": logits * 0.3}[name]
+    logp = (logits / 0.7).log_softmax(-1)
+    logprobs, entropy = common.SlicedLogprobs.apply(config, targets, 0.7, 100, hidden, weight)
+    torch.testing.assert_close(logprobs, logp.gather(1, targets[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, -(logp.exp() * logp).sum(1), rtol=1e-5, atol=1e-5)
+
+
 def test_gradients_of_slices_add_up_in_float32():
     """The gradient of bfloat16 hidden states is a sum over slices. Summed in bfloat16 it would lose digits."""
     torch.manual_seed(0)
