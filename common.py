@@ -1633,7 +1633,8 @@ def read_prefixes_once(model, ids, shared: int):
 
 
 def head_logits(config, hidden, weight, bias=None):
-    """[n, H] -> [n, V], with the bias, or (then in float32) the scale or soft cap, that some architectures have.
+    """[n, H] -> [n, V], with the bias, scale or soft cap that some architectures have: in float32 if scaled or capped,
+    else in the weight's dtype.
 
     With some rows of the weight and the bias: the logits of that slice of the vocabulary.
     """

@@ -226,7 +226,6 @@ def main(cfg: Config) -> None:
             run.log_samples(step, batch, rollout, rewards, advantages)
             metrics |= common.evaluate(policy, tokenizer, eval_problems, score, cfg)
         run.end_step(step, metrics)
-        del rollout, old_logprobs, loss_mask  # gigabytes at the paper's size, while the next step samples
     run.finish(policy, tokenizer)
 
 

@@ -57,7 +57,7 @@ def token_weights(mask: torch.Tensor, num_sequences: int, max_new_tokens: int) -
 
     num_sequences counts the completions of the whole optimizer step, over all micro-batches and ranks.
     """
-    return mask / max_new_tokens / num_sequences  # as in listing 1 of the paper
+    return mask / max_new_tokens / num_sequences  # 1 / (num_sequences·L_max), as in listing 1 of the paper
 
 
 def dr_grpo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):
