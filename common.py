@@ -799,7 +799,8 @@ def encode(tokenizer, prompts: list[tuple[str, bool]]) -> list[list[int]]:
     # In batches: twice as fast as one by one, without the memory that all at once would take. Each token id is one
     # object, however often it occurs: a token takes 8 bytes instead of 36.
     known = {}
-    encoded = [list(map(known.setdefault, ids, ids)) for first in range(0, len(texts), 100)
+    firsts = tqdm(range(0, len(texts), 100), desc="tokenizing", leave=False, delay=5, disable=rank() > 0 or None)
+    encoded = [list(map(known.setdefault, ids, ids)) for first in firsts
                for ids in tokenizer(texts[first:first + 100], add_special_tokens=False)["input_ids"]]
     return [ids if templated or ids[:len(bos)] == bos else bos + ids for (_, templated), ids in zip(prompts, encoded)]
 
