@@ -840,7 +840,8 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
                 raise ValueError(f"it leaves out the message of role {m['role']}")
     except Exception as error:  # templates are programs
         if messages[0]["role"] != "system" or len(messages) == 1:
-            raise UserError(f"{tokenizer.name_or_path}: the chat template refuses a prompt: {error}") from error
+            raise UserError(f"{tokenizer.name_or_path}: the chat template refuses a prompt: {error} "
+                            f"({messages[-1]['content']!r:.80})") from error
         # Some templates (Gemma's) have no system role: put its text in front of the first message.
         first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
         return render_prompt([first, *messages[2:]], tokenizer, "", "", surplus)
@@ -2035,13 +2036,14 @@ def evaluate(policy, tokenizer, problems: list[Problem], score, cfg) -> dict[str
 
 # ----------------------------------------------------------------------------------------------------- the run
 
-def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
-    """Say so when all advantages of a step are 0, and what to try: it is no bug, but its rewards teach nothing."""
-    if not advantages.any():
-        say(f"step {step}: all advantages are 0, so its rewards teach nothing: they are equal within every group (in "
-            "DAPO, no group is both right and wrong). If this goes on: easier or harder problems, a larger "
-            "--group_size, a higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin with (in "
-            "DAPO with --no_dynamic_sampling)")
+def warn_without_signal(step: int, signal: torch.Tensor) -> None:
+    """Say so when a step's advantages are all 0 (or dpo.py has no pairs), and what to try: it is no bug, but its
+    rewards teach nothing."""
+    if not signal.any():
+        say(f"step {step}: its rewards teach nothing, since they are equal within every group (DAPO: no group is both "
+            "right and wrong): all advantages are 0, and DPO has no pair. If this goes on: easier or harder problems, "
+            "a larger --group_size, a higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin "
+            "with (in DAPO with --no_dynamic_sampling)")
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -2067,7 +2069,7 @@ def make_optimizer(model, cfg, betas=(0.9, 0.999)):
 
 
 class Meter:
-    """Weighted means over micro-batches and ranks. They stay on the device until `means` asks for them."""
+    """Weighted means over micro-batches and ranks; NaN over nothing. Kept on the device until `means` is called."""
 
     def __init__(self):
         self.sums = {}  # name: (Σ weight · value, Σ weight)
@@ -2080,7 +2082,7 @@ class Meter:
     def means(self) -> dict[str, float]:
         """Collective."""
         sums = torch.tensor([[float(s), float(w)] for s, w in self.sums.values()], dtype=torch.float64)
-        return {name: s / w if w else 0.0 for name, (s, w) in zip(self.sums, sum_over_ranks(sums).tolist())}
+        return {name: s / w if w else math.nan for name, (s, w) in zip(self.sums, sum_over_ranks(sums).tolist())}
 
 
 class Run:
@@ -2233,8 +2235,8 @@ class Run:
         return log
 
     def note_signal(self, number, frame):
-        """Signal handler: stop after this step. A second signal ends the process at once; but torchrun passes on the one
-        that it gets, also where (as by SLURM) every process got it already."""
+        """Signal handler: stop after this step. A second signal ends the process at once; but torchrun passes on the
+        one that it gets, also where (as by SLURM) every process got it already."""
         self.stop_signal = number
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             signal.signal(number, signal.SIG_DFL)
@@ -2304,7 +2306,7 @@ class Run:
         """Log the step, save if it is time to, and stop the run if it has to stop. Collective."""
         if rank() == 0:
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-            self.append("metrics.jsonl", [{"step": step, **finite}])  # JSON has no NaN: a skipped update's loss is null
+            self.append("metrics.jsonl", [{"step": step, **finite}])  # JSON has no NaN
             self.log(metrics, step=step)
             shown = {"reward": ".3f", "accuracy": ".3f", "pair_accuracy": ".3f", "entropy": ".3f",
                      "tokens_per_second": ".0f"}
@@ -2939,7 +2941,7 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
         return True
     if a[0] == b[0] and _LETTER.fullmatch(a[0]):  # x - e^{-40} and x - e^{-50} are equal after rounding
         return False
-    gaps, others = (_values(f"({sides[0]})-({sides[1]})") for sides in (a, b))
+    (gaps, _), (others, _) = (_values(f"({sides[0]})-({sides[1]})") for sides in (a, b))
     if len(a) > 2 or gaps[0] in (0, gaps[1]) or others[0] in (0, others[1]):  # no letter: 1 = 2, 3 = 5
         return False
     constant = all(_close(gap * others[0], other * gaps[0]) for gap, other in zip(gaps, others))
@@ -2977,7 +2979,8 @@ def _same_value(a: str, b: str) -> bool:
         return True
     if re.fullmatch("[A-Z ]{2,}", a) and re.fullmatch("[A-Z ]{2,}", b):  # capitals are no product: ABC is not CAB
         return False
-    return all(map(_close, _values(a), _values(b)))
+    (values, error), (others, other_error) = _values(a), _values(b)
+    return all(_close(x, y, max(error, other_error)) for x, y in zip(values, others))
 
 
 def _split_unit(text: str) -> tuple[str, str]:
@@ -2995,11 +2998,15 @@ def _split_unit(text: str) -> tuple[str, str]:
     return number, re.sub(r"[\s(){}^]", "", unit)
 
 
-def _close(a, b) -> bool:
-    """Equal, or apart only by the rounding of floats: \\sin(\\pi) is not quite 0."""
+def _close(a, b, error: float = 0.0) -> bool:
+    """Equal, or apart only by the rounding of floats: \\sin(\\pi) is not quite 0.
+
+    error: of larger floats that the values are differences of. More than a small share of the values does not count, or
+    e^{99} - e^{99} would be any number.
+    """
     if _bits(a) and _bits(b):
         return a == b
-    return cmath.isclose(a, b, rel_tol=1e-12, abs_tol=1e-13 if 0 in (a, b) else 0)
+    return cmath.isclose(a, b, rel_tol=1e-12, abs_tol=1e-13 if 0 in (a, b) else min(error, 1e-6 * abs(a)))
 
 
 def _bits(value) -> int:
@@ -3040,8 +3047,9 @@ _TOKEN = re.compile(rf"""
 
 
 @functools.lru_cache(4096)
-def _values(text: str) -> list:
-    """The values of a formula at three points; equal formulas have equal values.
+def _values(text: str) -> tuple[list, float]:
+    """The values of a formula at three points, and how far rounding may have put them off. Equal formulas have equal
+    values.
 
     At each point a letter stands for a number that follows from its name. There "(x+1)^2" and "x^2+2x+1" have the same
     exact fractions, "\\sqrt{12}" and "2\\sqrt3" floats that agree to twelve digits. Formulas that differ agree at one
@@ -3052,6 +3060,7 @@ def _values(text: str) -> list:
     text = re.sub(r"(?<!\\ln)(?<!\\log)(?<=[a-zA-Z)}]) ?(?=\d+\^)|(?<=[!i]) ?(?=\d)", "*", text)
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
     tokens, values, letters = [], [], []  # tokens: a stack with the first one on top, and ";" at the bottom
+    floats = [0.0]  # the sizes of all floats on the way, which are what rounds
 
     def accept(token):  # take the next token if it is this one
         return tokens[-1] == token and tokens.pop()
@@ -3059,6 +3068,7 @@ def _values(text: str) -> list:
     def read(strength):  # an atom and those operators after it that bind more strongly than this
         value = atom()
         while True:
+            floats.append(0.0 if _bits(value) else abs(value))
             if tokens[-1] in _CLOSING or tokens[-1].lstrip("\\")[:1].isalpha():
                 tokens.append("·")  # 2x, 2(x + 1) and x\sin x are products
             binds, apply = _OPERATORS.get(tokens[-1], (0, None))
@@ -3112,4 +3122,4 @@ def _values(text: str) -> list:
         values.append(read(0))
         if tokens != [";"]:
             raise ValueError
-    return values
+    return values, 4e-15 * max(floats)

@@ -209,8 +209,8 @@ def main(cfg: Config) -> None:
 
         # 5. Log.
         metrics = {
-            "loss": 0.0, "grad_norm": 0.0, "clip_fraction": 0.0, "entropy": 0.0, "sampler_gap": 0.0,  # if no update
-            "lr": schedule.get_last_lr()[0],
+            "loss": 0.0, "grad_norm": 0.0, "clip_fraction": math.nan, "entropy": math.nan, "sampler_gap": math.nan,
+            "lr": schedule.get_last_lr()[0],  # up to here: of a step without an update
             "kept_fraction": kept / len(batch), "wasted_groups": max(0, kept - cfg.prompts_per_step),
             "sampled_tokens": int(rollout.lengths.sum()),
             "reward": rewards.mean().item(),

@@ -16,6 +16,7 @@ Symbols: π is the policy, π_ref the policy before training; x is a prompt, y�
 is the logistic function.
 Shapes: B pairs in a micro-batch; N answers in a step (to P prompts, if sampled); T tokens per answer, padded.
 """
+import math
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +53,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta: float, label_smoo
     2023). If both refs are None, Δ_reference is 0.
     """
     h = beta * (chosen - rejected)
-    if ref_chosen is not None:
+    if ref_chosen is not None or ref_rejected is not None:
         h = h - beta * (ref_chosen - ref_rejected).detach()
     losses = -(1 - label_smoothing) * F.logsigmoid(h) - label_smoothing * F.logsigmoid(-h)
     stats = {
@@ -170,12 +171,14 @@ def main(cfg: Config) -> None:
             loss.backward()
             total_loss += loss.detach()
             meter.add(count, **stats)
+        common.warn_without_signal(step, torch.tensor(pairs))
         if pairs:
             meter.add(1, **run.optimizer_step(policy, optimizer, schedule, total_loss))
 
         # 3. Log.
         metrics = {
-            "loss": 0.0, "grad_norm": 0.0, "lr": schedule.get_last_lr()[0],  # for a step of ties alone
+            "loss": 0.0, "grad_norm": 0.0, "pair_accuracy": math.nan, "margin": math.nan,
+            "lr": schedule.get_last_lr()[0],  # up to here: of a step of ties alone
             **metrics, **meter.means(), **run.timing(batch.attention_mask.sum())}
 
         # 4. Evaluate and save.

@@ -1580,7 +1580,11 @@ def test_a_step_without_signal_is_named(capsys):
     assert "step 3" in capsys.readouterr().err
 
 
-def test_a_mean_over_nothing_is_0():
+def test_a_mean_over_nothing_is_no_number():
+    """A 0 would look like a value: an entropy of 0, for example, like a policy that has collapsed."""
     meter = common.Meter()
     meter.add(0, kl=3.0)
-    assert meter.means() == {"kl": 0.0}
+    meter.add(2, entropy=1.0)
+    meter.add(1, entropy=4.0)
+    means = meter.means()
+    assert math.isnan(means["kl"]) and means["entropy"] == 2.0

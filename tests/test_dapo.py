@@ -305,8 +305,8 @@ def test_without_an_informative_group_the_step_makes_no_update(tmp_path):
     assert len({sample["reward"] for sample in samples}) == len(samples)
     assert all(sample["advantage"] == 0 for sample in samples)
     steps = read_metrics(tmp_path / "run")[1:]
-    names = "grad_norm", "loss", "kept_fraction", "clip_fraction", "entropy", "lr"
-    assert [[step[name] for name in names] for step in steps] == [[0] * 6] * 2
+    names = "grad_norm", "loss", "kept_fraction", "lr", "clip_fraction", "entropy", "sampler_gap"
+    assert [[step[name] for name in names] for step in steps] == [[0] * 4 + [None] * 3] * 2
 
 
 @pytest.mark.parametrize("reward", [0.1, -3.3333333, 1e6])

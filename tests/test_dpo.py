@@ -279,6 +279,7 @@ def test_a_step_without_a_pair_makes_no_update(tmp_path, monkeypatch):
                        "--warmup_steps", 2, "--reward", f"{tmp_path / 'reward.py'}:same")
     found = [(step.updates, step.metrics["ties"], step.metrics["lr"], step.metrics["loss"]) for step in steps]
     assert found == [([], 2, 0, 0)] * 2
+    assert all(step.metrics["pair_accuracy"] is step.metrics["margin"] is None for step in steps)
 
 
 def test_problems_without_answers_may_be_judged_by_a_function(tmp_path):

@@ -196,9 +196,10 @@ def test_the_tokens_of_a_step_on_pairs_are_those_read_without_padding(script, tm
     assert step["tokens_per_second"] * step["seconds"] == pytest.approx(16)
 
 
-@pytest.mark.parametrize("script", GROUP_SCRIPTS)
+@pytest.mark.parametrize("script", [*GROUP_SCRIPTS, "dpo"])
 def test_a_step_without_signal_says_so(script, tmp_path):
     (tmp_path / "reward.py").write_text("def same(prompt, completion, row):\n    return 1.0\n")
-    done = run_script(f"{script}.py", *small(script, tmp_path, 2), "--group_size", 2, "--output_dir", tmp_path / "run",
-                      "--reward", f"{tmp_path / 'reward.py'}:same", *["--overlong_buffer", 0] * (script == "dapo"))
-    assert done.returncode == 0 and "step 1: all advantages are 0" in done.stderr
+    flags = {"dapo": ["--group_size", 2, "--overlong_buffer", 0], "dpo": ["--on_policy"]}
+    done = run_script(f"{script}.py", *small(script, tmp_path, 2), *flags.get(script, ["--group_size", 2]),
+                      "--output_dir", tmp_path / "run", "--reward", f"{tmp_path / 'reward.py'}:same")
+    assert done.returncode == 0 and "step 1: its rewards teach nothing" in done.stderr, done.stderr
