@@ -930,9 +930,10 @@ class Shuffled:
 
     def __init__(self, items: list, seed: int):
         self.items, self.seed, self.position = items, seed, 0
-        self.checksum = 0  # of prompts and answers, in their order: --resume refuses other ones
+        self.checksum = 0  # of what training reads of them, in their order: --resume refuses other ones
+        names = "answer", "answer_ids", "scores", "margin"  # of a Problem or a Preference
         for item in items:
-            read = getattr(item, "prompt_ids", item), getattr(item, "answer", None), getattr(item, "answer_ids", None)
+            read = getattr(item, "prompt_ids", item), *(getattr(item, name, None) for name in names)
             self.checksum = zlib.crc32(repr(read).encode(), self.checksum)
         if len(set(gather_in_order([self.checksum]))) > 1:
             raise UserError("--data: holds other rows, or the model another tokenizer, on another machine")

@@ -1,4 +1,5 @@
 """Flags, models, rows and prompts, up to where training begins."""
+import dataclasses
 import importlib
 import json
 import sys
@@ -393,6 +394,15 @@ def test_each_seed_has_its_own_epochs():
 def test_the_first_items_are_the_next_ones():
     data = common.Shuffled(list(range(50)), 0)
     assert data.first(7) == data.next(7) and sorted(data.first(99)) == data.items
+
+
+@pytest.mark.parametrize("change", [
+    {"prompt_ids": [2]}, {"answer_ids": [[3], [5]]}, {"scores": [3.0, 1.0]}, {"margin": 1.0}])
+def test_the_checksum_covers_what_training_reads(change):
+    """So that --resume refuses data whose prompts and answers are the same but whose scores or margins are not."""
+    row = common.Preference("1", [1], ["3", "4"], [[3], [4]], [2.0, 1.0])
+    same, other = (common.Shuffled([dataclasses.replace(row, **changes)], 0).checksum for changes in ({}, change))
+    assert common.Shuffled([row], 1).checksum == same != other
 
 
 # ----------------------------------------------------------------------------------------------------- prompts
