@@ -757,7 +757,10 @@ def run_in_two_processes(folder, scripts):
     runs = [[*map(str, small(script)), "--output_dir", str(folder / script)] for script in scripts]
     shutil.copytree(common.build_tiny_model("arithmetic"), folder / "tiny")
     write(folder / "tiny" / "generation_config.json", '{"eos_token_id": [1, 2]}')  # chat models have two EOS tokens
-    random_model("DiffLlama")[0].save_pretrained(folder / "random_constants")
+    # In a process of its own: this function runs beside tests, whose random numbers a seed set here would change.
+    code = f"""import sys; sys.path[:0] = {[str(ROOT), str(ROOT / "tests")]!r}; from helpers import random_model
+random_model("DiffLlama")[0].save_pretrained({str(folder / "random_constants")!r})"""
+    subprocess.run([sys.executable, "-c", code], check=True)
     job = write(folder / "job.py", f"""
 import contextlib, importlib, os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
