@@ -3061,7 +3061,7 @@ def _values(text: str) -> tuple[list, float]:
     text = re.sub(r"(?<!\\ln)(?<!\\log)(?<=[a-zA-Z)}]) ?(?=\d+\^)|(?<=[!i]) ?(?=\d)", "*", text)
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
     tokens, values, letters = [], [], []  # tokens: a stack with the first one on top, and ";" at the bottom
-    floats = [0.0]  # the sizes of all floats on the way, which are what rounds
+    floats = [0.0]  # the sizes of all floats on the way; fractions do not round
 
     def accept(token):  # take the next token if it is this one
         return tokens[-1] == token and tokens.pop()
@@ -3123,4 +3123,4 @@ def _values(text: str) -> tuple[list, float]:
         values.append(read(0))
         if tokens != [";"]:
             raise ValueError
-    return values, 4e-15 * max(floats)
+    return values, 4e-15 * max(floats)  # some twenty roundings of the largest

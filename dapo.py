@@ -210,7 +210,7 @@ def main(cfg: Config) -> None:
         # 5. Log.
         metrics = {
             "loss": 0.0, "grad_norm": 0.0, "clip_fraction": math.nan, "entropy": math.nan, "sampler_gap": math.nan,
-            "lr": schedule.get_last_lr()[0],  # up to here: of a step without an update
+            "lr": schedule.get_last_lr()[0],  # these stay if no update is made
             "kept_fraction": kept / len(batch), "wasted_groups": max(0, kept - cfg.prompts_per_step),
             "sampled_tokens": int(rollout.lengths.sum()),
             "reward": rewards.mean().item(),

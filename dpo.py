@@ -178,7 +178,7 @@ def main(cfg: Config) -> None:
         # 3. Log.
         metrics = {
             "loss": 0.0, "grad_norm": 0.0, "pair_accuracy": math.nan, "margin": math.nan,
-            "lr": schedule.get_last_lr()[0],  # up to here: of a step of ties alone
+            "lr": schedule.get_last_lr()[0],  # these stay if all pairs tie
             **metrics, **meter.means(), **run.timing(batch.attention_mask.sum())}
 
         # 4. Evaluate and save.
