@@ -22,6 +22,7 @@ import importlib.util
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -426,12 +427,19 @@ def trl_arguments(args, folder: str, **more) -> dict:
                 dataloader_pin_memory=args.device == "cuda", **more)
 
 
-def pairs_file() -> Path:
-    """A file that both dpo.py and TRL can read, with the first and last answer of each built-in ranking as a pair."""
-    path = Path("runs") / "bench-pairs.jsonl"
-    rankings = [json.loads(line) for line in open(common.build_tiny_preferences("arithmetic", "train"))]
-    path.write_text("".join(json.dumps({"prompt": row["prompt"], "chosen": row["responses"][0],
-                                        "rejected": row["responses"][-1]}) + "\n" for row in rankings))
+def pairs_file(tokens: int) -> Path:
+    """A file that both dpo.py and TRL can read, with the first and last answer of each built-in ranking as a pair.
+
+    tokens: if not 0, 1,024 pairs of random digits instead, each answer of half as many tokens to so many.
+    """
+    path, draw = Path("runs") / f"bench-pairs{tokens or ''}.jsonl", random.Random(0)
+    with open(common.build_tiny_preferences("arithmetic", "train")) as rankings:
+        rows = [json.loads(line) for line in rankings]
+    with open(path, "w") as pairs:
+        for row in rows[:1024] if tokens else rows:
+            answers = [row["responses"][0], row["responses"][-1]] if not tokens else \
+                ["".join(draw.choices("0123456789", k=draw.randint(tokens // 2, tokens))) for _ in range(2)]
+            print(json.dumps({"prompt": row["prompt"], "chosen": answers[0], "rejected": answers[1]}), file=pairs)
     return path
 
 
@@ -486,10 +494,13 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
         extra |= {"ref_model": transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
                   "eval_dataset": Dataset.from_list(data)}
     else:
-        data, extra = [json.loads(line) for line in open(pairs_file())], {}
+        data, extra = [json.loads(line) for line in open(pairs_file(args.tokens))], {}
+        fit = (args.micro_batch_tokens or 4096) // (2 * args.tokens) if args.tokens else 64  # pairs in a micro-batch
+        rows = max(n for n in (1, 2, 4, 8, 16, 32, 64) if n <= max(1, fit))
         kind = {"dpo": library.DPOTrainer, "reward_model": library.RewardTrainer}[script]
         config = {"dpo": library.DPOConfig, "reward_model": library.RewardConfig}[script](
-            **trl_arguments(args, tempfile.mkdtemp(), per_device_train_batch_size=64, **more))
+            **trl_arguments(args, tempfile.mkdtemp(), per_device_train_batch_size=rows,
+                            gradient_accumulation_steps=64 // rows, max_length=None, **more))
     cls = transformers.AutoModelForSequenceClassification if script == "reward_model" else \
         transformers.AutoModelForCausalLM
     head = {"num_labels": 1} if script == "reward_model" else {}
@@ -553,7 +564,7 @@ def against_trl(args, scripts: list[str]):
             ", μ = 2": (["--updates_per_batch", "2"], {"updates": 2}), ", KL": (["--kl_coef", "0.04"], {"kl": 0.04})}
     pairs = [("grpo", name, [*("--kl_coef 0".split() if name != ", KL" else []), *flags], settings)
              for name, (flags, settings) in grpo.items()]
-    own = ["--pairs_per_step", "64", "--data", str(pairs_file())]
+    own = ["--pairs_per_step", "64", "--data", str(pairs_file(args.tokens))]
     pairs += [("dpo", "", own, {}), ("dpo", ", reference precomputed", own, {"precompute_ref_log_probs": True}),
               ("reward_model", "", [*own, "--center_coef", "0"], {})]
     if "ppo" in scripts and args.model == "tiny" and importlib.util.find_spec("trl.experimental.ppo"):
@@ -586,7 +597,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often TRL and this repository are measured in turn")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=0, help="new tokens per row (default: 40 for tiny, else 512)")
+    parser.add_argument("--tokens", type=int, default=0,
+                        help="new tokens per row (default: 40 for tiny, else 512); in pairs, at most so many an answer")
     parser.add_argument("--micro_batch_tokens", type=int, default=0)
     parser.add_argument("--flags", default="", help="further flags of grpo.py, for the case step")
     parser.add_argument("--out", default="")
