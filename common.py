@@ -875,6 +875,20 @@ def turn_end(tokenizer) -> int:
     return answer_form(tokenizer)[2]
 
 
+def pad_unlike_eos(tokenizer) -> int:
+    """If the pad token is one that ends answers, choose another one. Returns its id.
+
+    transformers reads a score at the last token that is not padding, which has to be the EOS. Decoding leaves the pad
+    token out, so it becomes another special token or, without one, a rare token: the last of the vocabulary.
+    """
+    ends = tokenizer.eos_token_id, turn_end(tokenizer)
+    if tokenizer.pad_token_id in ends:
+        special = sorted(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+        other = next(i for i in (*special, *reversed(range(len(tokenizer)))) if i not in ends)
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(other)
+    return tokenizer.pad_token_id
+
+
 def encode_answers(tokenizer, given: list[tuple[tuple[str, bool], list[int], str]], lead: str) -> list[list[int]]:
     """Token ids of answers as they follow their prompts. given: each prompt as rendered, its token ids, the answer.
 

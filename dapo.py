@@ -15,8 +15,9 @@ Without flags, the script teaches the built-in tiny model to add, on a CPU, in a
 train real models on your own data, on one GPU or many.
 
 Symbols: π is the policy, π_old the one that sampled, ρ = π/π_old, π_ref the policy before training; o_i is a
-completion, |o_i| its number of tokens, R_i its reward.
-Shapes: P prompts, G completions per prompt, N = P·G; T tokens per completion, padded; B rows in a micro-batch.
+completion, o_{i,t} its token t (π of it: given all before it), |o_i| its number of tokens, R_i its reward.
+Shapes: P prompts, G completions per prompt, N = P·G (in 1/N: those of one update); T tokens per completion, padded to
+the longest; B rows in a micro-batch, where T is that of its own longest.
 """
 import math
 from dataclasses import dataclass
@@ -162,9 +163,9 @@ def main(cfg: Config) -> None:
             drawn, groups = [roll_out(cfg.prompts_per_step)], torch.arange(cfg.prompts_per_step)
         batch, rollout, rewards, correct = common.join_drawn(drawn, tokenizer.pad_token_id)  # P counts all drawn now
         del drawn  # join_drawn has copied it
-        kept = int(informative_groups(correct).sum())
+        found = int(informative_groups(correct).sum())
         if len(groups) < cfg.prompts_per_step:
-            common.say(f"step {step}: {kept} of {len(batch)} groups are informative, {cfg.prompts_per_step} wanted")
+            common.say(f"step {step}: {found} of {len(batch)} groups are informative, {cfg.prompts_per_step} wanted")
         rewards += soft_overlong_penalty(rollout.lengths, cfg.max_new_tokens, cfg.overlong_buffer).view_as(rewards)
         loss_mask = rollout.mask & rollout.finished[:, None] if cfg.overlong_filtering else rollout.mask  # [N, T]
 
@@ -211,7 +212,7 @@ def main(cfg: Config) -> None:
         metrics = {
             "loss": 0.0, "grad_norm": 0.0, "clip_fraction": math.nan, "entropy": math.nan, "sampler_gap": math.nan,
             "lr": schedule.get_last_lr()[0],  # these stay if no update is made
-            "kept_fraction": kept / len(batch), "wasted_groups": max(0, kept - cfg.prompts_per_step),
+            "kept_fraction": found / len(batch), "wasted_groups": max(0, found - cfg.prompts_per_step),
             "sampled_tokens": int(rollout.lengths.sum()),
             "reward": rewards.mean().item(),
             "accuracy": correct.float().mean().item(),

@@ -171,7 +171,7 @@ def main(cfg: Config) -> None:
             loss.backward()
             total_loss += loss.detach()
             meter.add(count, **stats)
-        common.warn_without_signal(step, torch.tensor(pairs))
+        common.warn_without_signal(step, torch.ones(len(pairs)))
         if pairs:
             meter.add(1, **run.optimizer_step(policy, optimizer, schedule, total_loss))
 

@@ -10,8 +10,9 @@ Without flags, the script teaches the built-in tiny model to add, on a CPU, in a
 train real models on your own data, on one GPU or many.
 
 Symbols: π is the policy, π_old the one that sampled, ρ = π/π_old, π_ref the policy before training; o_i is a
-completion, |o_i| its number of tokens, R_i its reward.
-Shapes: P prompts, G completions per prompt, N = P·G; T tokens per completion, padded; B rows in a micro-batch.
+completion, o_{i,t} its token t (π of it: given all before it), |o_i| its number of tokens, R_i its reward.
+Shapes: P prompts, G completions per prompt, N = P·G (in 1/N: those of one update); T tokens per completion, padded to
+the longest; B rows in a micro-batch, where T is that of its own longest.
 """
 from dataclasses import dataclass
 

@@ -15,8 +15,9 @@ train real models on your own data, on one GPU or many.
 With --reward runs/reward_model/model, the scores come from the model that reward_model.py has saved.
 
 Symbols: π is the policy, π_old the one that sampled, ρ = π/π_old, π_ref the policy before training; o_i is a
-completion, |o_i| its number of tokens.
-Shapes: N prompts with one completion each; T tokens per completion, padded; B rows in a micro-batch.
+completion, o_{i,t} its token t (π of it: given all before it), |o_i| its number of tokens.
+Shapes: N prompts with one completion each; T tokens per completion, padded to the longest; B rows in a micro-batch,
+where T is that of its own longest.
 """
 import dataclasses
 import math
@@ -197,10 +198,10 @@ def check(cfg: Config) -> None:
 def main(cfg: Config) -> None:
     run = common.Run(cfg)
     check(cfg)
-    score = common.load_reward(dataclasses.replace(cfg, format_reward=0.0))  # step 2 adds the format reward
+    score = common.load_reward(dataclasses.replace(cfg, format_reward=0.0))  # added below
     problems, eval_problems = common.read_train_and_eval(cfg)
     policy, tokenizer = common.load_policy(cfg, run.device)
-    reference = common.load_reference(cfg, run.device) if cfg.kl_coef > 0 else None
+    reference = common.load_reference(cfg, run.device) if cfg.kl_coef > 0 else None  # None: its log-probs count as 0
     value_model = load_value_model(cfg, run.device, tokenizer)
     optimizer, schedule = common.make_optimizer(policy, cfg)
     value_optimizer, value_schedule = common.make_optimizer(value_model, dataclasses.replace(cfg, lr=cfg.value_lr))

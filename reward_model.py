@@ -8,7 +8,7 @@ r is a language model with a scalar head, read at the last token. All pairs of a
 ranking counts for more than a short one; InstructGPT gives every ranking the same weight.
 
 Without flags, the script trains a reward model for additions, from answers that the verifier has ranked. README.md
-shows how to train real models on your own data, on one GPU or many. ppo.py takes the result as --reward DIRECTORY.
+shows how to train real models on your own data, on one GPU or many. ppo.py takes OUTPUT_DIR/model as --reward.
 
 Symbols: x is a prompt, y⁺ its chosen and y⁻ its rejected answer, y_1 the best of several; σ is the logistic function.
 Shapes: B pairs, or prompts with K answers each, in a micro-batch; N answers in a step.
@@ -83,20 +83,6 @@ def scale_fresh_head(model) -> None:
             model.score.weight.mul_(wanted_std / std)
 
 
-def pad_unlike_eos(tokenizer) -> int:
-    """If the pad token is one that ends answers, choose another one. Returns its id.
-
-    transformers reads a score at the last token that is not padding, which has to be the EOS. Decoding leaves the pad
-    token out, so it becomes another special token or, without one, a rare token: the last of the vocabulary.
-    """
-    ends = tokenizer.eos_token_id, common.turn_end(tokenizer)
-    if tokenizer.pad_token_id in ends:
-        special = sorted(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-        other = next(i for i in (*special, *reversed(range(len(tokenizer)))) if i not in ends)
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(other)
-    return tokenizer.pad_token_id
-
-
 def answer_scores(model, tokenizer, preferences, cfg: Config, device) -> list[torch.Tensor]:
     """Scores r(x, y) [K] of the K answers of each preference, without gradient."""
     def compute(batch, blocks):
@@ -168,7 +154,7 @@ def main(cfg: Config) -> None:
     # to hold that shift, so model/config.json keeps it, and --reward subtracts it.
     best_scores = [scores[0] for scores in answer_scores(model, tokenizer, data.first(2000), cfg, run.device)]
     model.config.reward_shift = torch.stack(best_scores).mean().item()
-    model.config.pad_token_id = pad_unlike_eos(tokenizer)
+    model.config.pad_token_id = common.pad_unlike_eos(tokenizer)
     run.finish(model, tokenizer)
 
 

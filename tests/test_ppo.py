@@ -552,7 +552,7 @@ def test_a_directory_that_is_no_reward_model_is_refused_by_name(tmp_path, policy
 # ---------------------------------------------------------------------------------------------------- whole runs
 
 def test_a_whole_run_learns_and_its_model_loads(tmp_path):
-    """Two steps: the first is on-policy, with a critic that predicts 0; accuracy rises; model/ is the policy."""
+    """Two steps: the first samples from the reference, with a critic that predicts 0; accuracy rises; model/ loads."""
     out = tmp_path / "run"
     done = run_script("ppo.py", "--steps", 2, "--prompts_per_step", 192, "--output_dir", out)
     assert done.returncode == 0, done.stderr

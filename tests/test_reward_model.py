@@ -261,20 +261,20 @@ def test_a_tie_is_not_right_in_training_and_half_right_in_the_evaluation(monkeyp
 
 def test_the_pad_token_to_save_is_a_special_one_and_never_the_eos():
     tokenizer = common.tiny_tokenizer()
-    assert reward_model.pad_unlike_eos(tokenizer) == common.tiny_tokenizer().pad_token_id  # has its own
+    assert common.pad_unlike_eos(tokenizer) == common.tiny_tokenizer().pad_token_id  # has its own
     tokenizer.pad_token = tokenizer.eos_token
-    pad = reward_model.pad_unlike_eos(tokenizer)
+    pad = common.pad_unlike_eos(tokenizer)
     assert tokenizer.added_tokens_decoder[pad].special and pad == tokenizer.pad_token_id != tokenizer.eos_token_id
     tokenizer = common.tiny_tokenizer()
     tokenizer.eos_token = tokenizer.pad_token  # the first special token
-    assert reward_model.pad_unlike_eos(tokenizer) == tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert common.pad_unlike_eos(tokenizer) == tokenizer.pad_token_id != tokenizer.eos_token_id
     for end in ("<unk>", "<pad>"):  # what ends answers: the last special token, or the first
         tokenizer = common.tiny_tokenizer()
         tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}" + end + "{% endfor %}"
         tokenizer.pad_token = end
         ends = common.turn_end(tokenizer), tokenizer.eos_token_id
         assert ends[0] == tokenizer.convert_tokens_to_ids(end) != ends[1]
-        assert reward_model.pad_unlike_eos(tokenizer) not in ends
+        assert common.pad_unlike_eos(tokenizer) not in ends
 
 
 def test_the_saved_pad_token_is_that_of_config_and_tokenizer(tmp_path):
@@ -296,13 +296,13 @@ def test_a_pad_token_of_its_own_stays_and_without_special_tokens_a_rare_one_pads
     from tokenizers import Tokenizer, models
     tokenizer = common.tiny_tokenizer()
     tokenizer.pad_token = tokenizer.unk_token
-    assert reward_model.pad_unlike_eos(tokenizer) == tokenizer.unk_token_id
+    assert common.pad_unlike_eos(tokenizer) == tokenizer.unk_token_id
     backend = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "b": 2}, unk_token="a"))
     bare = common.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
-    assert reward_model.pad_unlike_eos(bare) == 2 == bare.pad_token_id
+    assert common.pad_unlike_eos(bare) == 2 == bare.pad_token_id
     backend = Tokenizer(models.WordLevel({"!": 0, "a": 1, "<eos>": 2}, unk_token="a"))  # GPT-2's order: "!" is not rare
     bare = common.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
-    assert reward_model.pad_unlike_eos(bare) == 1
+    assert common.pad_unlike_eos(bare) == 1
 
 
 @pytest.mark.parametrize("architecture", ["Granite", "Mamba", "Llama4Text", "FalconH1"])
