@@ -178,6 +178,8 @@ def parse_config(Config, args: list[str]):
     except argparse.ArgumentError as error:  # its argument_name: --save_every/--save-every
         raise UserError(f"{error.argument_name.split('/')[0]}: {error.message}") from None
     if unknown:
+        if re.search(r"\.(ya?ml|json)$", unknown[0]):
+            raise UserError(f"{unknown[0]}: a file of flags has to come first")
         names = [setting.name for setting in fields(Config)]
         nearest = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), names, n=1)
         advice = f", did you mean --{nearest[0]}?" if nearest else "; see --help"
@@ -214,7 +216,7 @@ def warn_of_defaults(cfg) -> None:
     defaults = [f"--{size} {value}" for size, value in vars(cfg).items()
                 if size in sizes and value == getattr(type(cfg), size, None)]
     if defaults and cfg.model != "tiny":
-        say(f"{', '.join(defaults)}: these defaults suit the tiny model; README.md has a real model's")
+        say(f"{', '.join(defaults)}: these values suit the tiny model; README.md has a real model's")
 
 
 def launch(main, Config) -> None:
@@ -816,8 +818,8 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
                   surplus: str = "") -> tuple[str, bool]:
     """A string or chat messages -> (text for the model, whether a chat template wrote it).
 
-    default: the system message where system_prompt is empty. "" (or system_prompt "none") asks for no thought either:
-        MiniMind's template then closes <think>.
+    default: the system message where system_prompt is empty. Unless it is "", or replaced, a thought is asked for, and
+        MiniMind's template leaves <think> open; otherwise that template closes it, as it does by itself.
     surplus: what to leave off where a template ends the prompt with it (`answer_form`).
     """
     if system_prompt == "none":
@@ -833,7 +835,7 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
         return "\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages) + "\n\nAssistant:", False
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, enable_thinking=True,
-                                             open_thinking=bool(default))  # without these some close <think> at once
+                                             open_thinking=bool(default) and not system_prompt)  # MiniMind's
         for m in messages:
             longest = max(re.findall(r"\w+", m["content"]), key=len, default="")
             if longest not in text and m["role"] != "assistant":  # templates shorten the assistant's
@@ -1554,7 +1556,8 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     input_ids, attention_mask: [B, L+T], with left-padded prompts and right-padded completions. Returns (logprobs,
     entropy), float32 [B, T], both of softmax(logits / temperature), with gradients. They are 0 on padding, and for the
     first token of a row, which nothing predicts.
-    Call `model.eval()` first if the model has dropout. Raises ValueError if T leaves no column for a prompt, or if
+    Call `model.eval()` first if the model has dropout. In a longrope model, such as Phi-3, a row that is longer than
+    `context_length(model)` changes the log-probs of all. Raises ValueError if T leaves no column for a prompt, or if
     the shapes differ, and RuntimeError where a second derivative is asked for (unless it has full logits).
 
     [B, T, V] never exists (`SlicedLogprobs`), except for a head that `head_logits` cannot reproduce: a warning says so.
@@ -1963,8 +1966,10 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     The last token of each prompt counts as part of the completion, so that no completion is empty.
     """
     surplus, lead, end = answer_form(tokenizer)
-    rendered = [render_prompt(row_prompt(problem.row), tokenizer, system_prompt, surplus=surplus)
-                for problem in problems]
+    of_rows = [row_prompt(problem.row) for problem in problems]
+    prompts = [prompt if isinstance(prompt, list) else problem.prompt  # of messages it has only the policy's rendering
+               for prompt, problem in zip(of_rows, problems)]
+    rendered = [render_prompt(prompt, tokenizer, system_prompt, surplus=surplus) for prompt in prompts]
     G, completions = len(rollout.completions) // len(problems), iter(rollout.completions)
     given = [(text, ids, problem.opening + next(completions))
              for problem, text, ids in zip(problems, rendered, encode(tokenizer, rendered)) for _ in range(G)]  # [N]
@@ -2669,6 +2674,8 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
         answer = phrases[-1].strip()
     elif answer is None and (sentences := _UNDER_HEADING.findall(text)):
         answer = sentences[-1]
+    if answer and answer.count("}") > answer.count("{"):  # \text{The answer is 12.}
+        answer = re.sub(r"\.?\}[.\s]*$", "", answer)
     return _MARKS.sub("", answer or "") or None
 
 
@@ -2771,7 +2778,7 @@ _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currenc
     "\\emptyset": r"\varnothing ∅", "\\infty ": "∞", "\\sqrt ": "√", "\\pi ": "π", "\\theta ": "θ", "\\alpha ": "α",
     "\\beta ": "β", "\\lambda ": "λ"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
-_SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>!]=|[$%~;&]|[^\x00-\x7f]"  # whatever may be such a key
+_SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>]=|(?<!\d)!=|[$%~;&]|[^\x00-\x7f]"  # such a key; not 4!=24
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?!,?\d|/\d)")
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
     # symbols: x² is x^{2}, x₁ is x_{1}; NFKC makes 1/2 of ½, and up to eighteen characters of others, hence the cut
@@ -2784,7 +2791,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?<!arc)((?:sin|cos|tan|cot|sec|csc)(?: ?\^ ?\{?\d\}?)? ?)(\([^()]*\)|\{[^{}]*\}|\d+(?:\.\d+)? ?°)",
      lambda angle: f"{angle[1]}({angle[2]})".replace("°", r"*\pi/180")),
     (r"°", " "),
-    (r"\\text\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 "),
+    *[(r"\\text\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}", r" \1 ")] * 2,  # \mathbf{5\text{ cm}}
     (r"\{ ?([-+:]) ?\}|(?<=.)\{ ?\}|\\(?:text)?color ?\{\w+\}", r"\1"),
     (r"\s+", " "), (r"^ |[ .]+$", ""),
     (r"\{([^{}]*)\\(over|choose)(?![a-z])([^{}]*)\}",
@@ -2967,10 +2974,11 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
 # them, as in "5 miles per hour" and "9.8 m s^{-2}". For "4210_5" it is the base, which the question names.
 _UNIT = re.compile(r"""
     (?<=[\d)}\]\s]) \s* \(? ( mod\d+ | (?:
-        (?! (?: sin | cos | tan | log | exp | sqrt | squared | cubed ) (?![a-z]) ) (?: (?: / | (?<=\s) a[ ] )?
+        (?! /?[ ]? (?: (?: sin | cos | tan )h? | log | exp | sqrt | squared | cubed ) (?![a-z]) )
+        (?: (?: /[ ]? | (?<=\s) a[ ] )?
             (?: [A-Za-z]{4,} | (?<=[\s/]) (?:day|hr|wk|lb|kg) ) | (?<=[\s(]) [A-Za-z]{3} )
         | [ckm]?m | [km]?g | gm | m?[lL] | ft | in | mi | yd | (?: lb | hr | min | sec | yr | wk | qt | pt )s?
-        | oz | mph | USD | of | [APap]\.?[Mm]
+        | oz | mph | [KMGT]B | USD | of | [APap]\.?[Mm]
         | (?<=\s) k? (?: [NJVAWCFsh] | Hz | eV | Pa ) ) (?![A-Za-z])
       (?: [\s.]* \^ \{? -?[23] \}? | [23]
         | [\s./()'-]+ (?: [A-Za-z]{2,} | [ahmsA-Z] ) (?![A-Za-z]) )* [\s.)]*

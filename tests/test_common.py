@@ -1535,17 +1535,20 @@ def test_a_colon_in_the_path_of_a_reward_function(tmp_path):
 
 
 def test_a_reward_model_reads_the_prompt_in_its_own_template():
-    """The prompt is that of the row, with the run's system prompt and a single BOS (here <unk>)."""
+    """The prompt is that of the row if it is messages, else the problem's; with the run's system prompt and a single
+    BOS (here <unk>)."""
     from tokenizers import processors
     tokenizer = common.tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}={% endfor %}"
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
         single="<unk> $A", special_tokens=[("<unk>", tokenizer.unk_token_id)])
-    problem = common.Problem("as the policy has it", [], None, {"prompt": "1"})
+    problem = common.Problem("as the policy has it", [], None, {"prompt": [{"role": "user", "content": "1"}]})
     rollout = common.Rollout(None, None, torch.ones(2, 1), ["2", "3"], torch.tensor([True, False]))
     batch = common.retokenize([problem] * 2, rollout, tokenizer, "0")
     texts = [tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(batch.input_ids, batch.attention_mask)]
     assert texts == ["0=1=2<eos>", "0=1=3"]
+    batch = common.retokenize([common.Problem("4", [], None, {"number": 4})] * 2, rollout, tokenizer, "0")
+    assert tokenizer.decode(batch.input_ids[0]) == "0=4=2<eos>"  # a problem of the user's own making
     problem.opening = "<think>"  # in the policy's prompt; the reward model's has none
     batch = common.retokenize([problem] * 2, rollout, tokenizer, "0")
     assert tokenizer.decode(batch.input_ids[0]) == "0=1=<think>2<eos>"

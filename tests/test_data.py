@@ -431,12 +431,15 @@ def test_a_template_opens_the_answer():
 
 
 def test_a_template_that_can_leave_thinking_open_does_so_for_problems():
-    """Unasked, this template closes <think> at once. Answers in preference data have no such part."""
+    """Unasked, this template closes <think> at once. Answers in preference data have no such part. It is the default
+    system prompt that asks for thoughts: with another one, PPO's prompts are those of its reward model."""
     tokenizer = common.tiny_tokenizer()
     tokenizer.chat_template = ("{% for m in messages %}{{ m['content'] }}{% endfor %}"
                                "<think>{% if not open_thinking %}</think>{% endif %}")
     assert common.render_prompt("1", tokenizer, "")[0].endswith("1<think>")
     assert common.render_prompt("1", tokenizer, "", default="")[0].endswith("1<think></think>")
+    for default in (common.SYSTEM_PROMPT, ""):
+        assert common.render_prompt("1", tokenizer, "2", default) == ("21<think></think>", True)
 
 
 def test_a_template_without_a_system_role():

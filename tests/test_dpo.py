@@ -197,7 +197,7 @@ def test_the_evaluation_asks_as_the_training_data_does(flags, system, tmp_path, 
     done = run_script("dpo.py", "--model", tmp_path / "base", "--data", path, "--eval_problems", path, "--steps", 1,
                       "--max_new_tokens", 4, "--output_dir", tmp_path / "run", *flags)
     assert done.returncode == 0, done.stderr
-    assert f"--lr {dpo.Config.lr}: these defaults suit the tiny model" in done.stderr
+    assert f"--lr {dpo.Config.lr}: these values suit the tiny model" in done.stderr
     assert asked and all(ids == tokenizer.encode(system + "1+1=?") for ids in asked)
 
 
