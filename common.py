@@ -2716,6 +2716,14 @@ _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; 
 _STATEMENT = re.compile(r"(?!(?:.* (?:is|are|equals) ){2}|.*\b(?:not|never)\b)[A-Z][^=]* (?:is|are|equals) (.+)")
 # So, she saved 36 - 15 = 21 dollars: the equation at its end
 _WORKED = re.compile(r"(?!.*\b(?:not|never)\b)[A-Z].*[a-z]{2}(?:[,:]? |=)([-(]?\d[^a-zA-Z=]*=[^=,]*)")
+# words after a number that leave it what it is
+_TAIL = r"[ ]?(?!(?:and|or|to|pi|squared|cubed|half|dozen|[a-z]*(?:hundred|thousand|illion))\b)[a-zA-Z%'’][^\d=]*$"
+# He pays 9 eggs x $2/egg = $18 a day: the number at its end, if no letter stands for a number
+_ENDING = re.compile(r"""
+    (?! .* (?: \b(?:not|never)\b | n't\b | [\\^≠<>]
+             | (?<![a-zA-Z'’]) (?: [b-wyzB-HJ-WYZ] | [xX](?![ ]?[\d(]) ) (?![a-zA-Z'’]) ) )
+    [A-Z] (?= .*[a-z]{2} ) .* (?: [\d)] | [a-z]{3} ) [ ]?=[ ]? ( -?\d[\d.]*(?:/\d+)? ) (?: %s )?
+    """ % _TAIL, re.X)
 _NUMBER = re.compile(r"(?<!\S)-?\d(?:\S*\w)?")  # a word that begins with a digit: 18, 1/2, 18/day
 
 
@@ -2739,7 +2747,9 @@ def is_equivalent(prediction, answer) -> bool:
             return option[1] == other.strip("()[]. ") or _same(_clean(option[2]), other)
         if _SENTENCE.fullmatch(side) and len(numbers := _NUMBER.findall(side)) == 1:  # a sentence, with its only number
             return _same(numbers[0], other)
-        if conclusion := _WORKED.fullmatch(side) or _STATEMENT.fullmatch(side):
+        if worked := _WORKED.fullmatch(side):
+            return _same(worked[1].strip(), other) or _same(re.sub(rf"(?<=\d){_TAIL}", "", worked[1]), other)
+        if conclusion := _ENDING.fullmatch(side) or _STATEMENT.fullmatch(side):
             return _same(conclusion[1].strip(), other)
     return False
 
