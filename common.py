@@ -178,7 +178,7 @@ def parse_config(Config, args: list[str]):
     except argparse.ArgumentError as error:  # its argument_name: --save_every/--save-every
         raise UserError(f"{error.argument_name.split('/')[0]}: {error.message}") from None
     if unknown:
-        if re.search(r"\.(ya?ml|json)$", unknown[0]):
+        if re.fullmatch(r"[^-].*\.(ya?ml|json)", unknown[0]):
             raise UserError(f"{unknown[0]}: a file of flags has to come first")
         names = [setting.name for setting in fields(Config)]
         nearest = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), names, n=1)
@@ -818,8 +818,8 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
                   surplus: str = "") -> tuple[str, bool]:
     """A string or chat messages -> (text for the model, whether a chat template wrote it).
 
-    default: the system message where system_prompt is empty. Unless it is "", or replaced, a thought is asked for, and
-        MiniMind's template leaves <think> open; otherwise that template closes it, as it does by itself.
+    default: the system message where system_prompt is empty. If there is a default and no system_prompt (the messages
+        may bring their own), MiniMind's template leaves <think> open; otherwise it closes it, as it does by itself.
     surplus: what to leave off where a template ends the prompt with it (`answer_form`).
     """
     if system_prompt == "none":
@@ -2675,7 +2675,7 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     elif answer is None and (sentences := _UNDER_HEADING.findall(text)):
         answer = sentences[-1]
     if answer and answer.count("}") > answer.count("{"):  # \text{The answer is 12.}
-        answer = re.sub(r"\.?\}[.\s]*$", "", answer)
+        answer = re.sub(r"\.?(?<!\\)\}(?:[.\s$*]|\\[\])])*$", "", answer)
     return _MARKS.sub("", answer or "") or None
 
 
@@ -2788,7 +2788,8 @@ _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currenc
     "\\emptyset": r"\varnothing ∅", "\\infty ": "∞", "\\sqrt ": "√", "\\pi ": "π", "\\theta ": "θ", "\\alpha ": "α",
     "\\beta ": "β", "\\lambda ": "λ"}
 _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
-_SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>]=|(?<!\d)!=|[$%~;&]|[^\x00-\x7f]"  # such a key; not 4!=24
+# whatever may be such a key; x_1!=2, but not 4!=24
+_SYMBOL = r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>]=|(?:(?<!\d)|(?<=[_^]\d)|(?<=\b[a-z]\d))!=|[$%~;&]|[^\x00-\x7f]"
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?!,?\d|/\d)")
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
     # symbols: x² is x^{2}, x₁ is x_{1}; NFKC makes 1/2 of ½, and up to eighteen characters of others, hence the cut
@@ -2984,7 +2985,7 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
 # them, as in "5 miles per hour" and "9.8 m s^{-2}". For "4210_5" it is the base, which the question names.
 _UNIT = re.compile(r"""
     (?<=[\d)}\]\s]) \s* \(? ( mod\d+ | (?:
-        (?! /?[ ]? (?: (?: sin | cos | tan )h? | log | exp | sqrt | squared | cubed ) (?![a-z]) )
+        (?! /?[ ]? (?: (?:arc)? (?: sin | cos | tan )h? | log | exp | sqrt | squared | cubed ) (?![a-z]) )
         (?: (?: /[ ]? | (?<=\s) a[ ] )?
             (?: [A-Za-z]{4,} | (?<=[\s/]) (?:day|hr|wk|lb|kg) ) | (?<=[\s(]) [A-Za-z]{3} )
         | [ckm]?m | [km]?g | gm | m?[lL] | ft | in | mi | yd | (?: lb | hr | min | sec | yr | wk | qt | pt )s?

@@ -754,7 +754,8 @@ def test_a_model_whose_own_generation_config_could_not_be_saved(tmp_path):
     model, tokenizer = random_model("Qwen2")
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6, "top_h": 0.4, "max_length": 99}')
+    (tmp_path / "generation_config.json").write_text(
+        '{"temperature": 0.9, "top_p": 0.6, "top_h": 0.4, "max_length": 99}')
     common.save_model(*common.load_policy(policy_config(tmp_path), cpu), tmp_path / "model")
     saved = json.loads((tmp_path / "model" / "generation_config.json").read_text())
     assert saved["max_length"] == 99 and not {"temperature", "top_p", "top_h"} & saved.keys()

@@ -325,6 +325,8 @@ def test_flags_from_a_file_and_help(tmp_path, capsys):
     assert not cfg.divide_by_std and cfg.gradient_checkpointing
     with pytest.raises(common.UserError, match="other.yaml: a file of flags has to come first"):
         common.parse_config(grpo.Config, ["--steps", "9", str(path)])
+    with pytest.raises(common.UserError, match="did you mean --eval_data"):
+        common.parse_config(grpo.Config, ["--evaldata=eval.json"])
     with pytest.raises(common.UserError, match="unknown flag --1"):
         common.parse_config(grpo.Config, [str(write(path, "1: true\n"))])
     with pytest.raises(common.UserError, match="other.yaml: .*line 2"):
