@@ -853,8 +853,8 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
 def answer_form(tokenizer) -> tuple[str, str, int]:
     """How a chat template writes an answer that is given, beside its prompt for a new one -> (surplus, lead, end):
 
-    surplus   what the prompt ends with, but a given answer has not in front: R1's <think>
-    lead      what a given answer has in front, but the prompt does not end with: Qwen3's empty thought
+    surplus   what the prompt ends with, but loses before a given answer: R1's <think>
+    lead      what a given answer then has in front: Qwen3's empty thought
     end       the special token after the answer, which may be another than the EOS: Gemma's <end_of_turn>
     """
     question, answer = {"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good evening."}
@@ -864,7 +864,8 @@ def answer_form(tokenizer) -> tuple[str, str, int]:
     except Exception:  # there is no template, or it refuses these messages
         return "", "", tokenizer.eos_token_id
     before, _, after = text.rpartition(answer["content"])
-    shared = os.path.commonprefix([prompt, before])
+    # An empty thought at the prompt's end (MiniMind's) counts as the answer's, which may have a thought of its own.
+    shared = re.sub(r"<think>\s*</think>\s*$", "", os.path.commonprefix([prompt, before]))
     if question["content"] not in shared:  # they part before the answer: nothing to compare
         prompt = before = shared
     ids = tokenizer(after.strip(), add_special_tokens=False)["input_ids"]

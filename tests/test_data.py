@@ -671,6 +671,7 @@ def test_without_a_token_that_ends_turns_eos_does():
     ("(", "(", "1,(", ["46<turn>", "<think>4</think>6<turn>"]),  # most: the answer follows the prompt
     ("(<think>", "(", "1,(", ["46<turn>", "<think>4</think>6<turn>"]),  # R1: its prompts open a thought
     ("(", "(<think></think>", "1,(", ["<think></think>46<turn>", "<think>4</think>6<turn>"]),  # Qwen3: an empty one
+    ("(<think></think>", "(<think></think>", "1,(", ["<think></think>46<turn>", "<think>4</think>6<turn>"]),  # MiniMind
     ("(", "(-", "1,(", ["-46<turn>", "-<think>4</think>6<turn>"])])  # gpt-oss: a channel
 def test_an_answer_is_written_as_the_template_writes_it(asks, known, prompt, answers):
     tokenizer = chat_tokenizer("")
