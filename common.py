@@ -833,9 +833,9 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
         messages = [{"role": "system", "content": system_prompt or default}, *messages]
     if not tokenizer.chat_template:
         return "\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages) + "\n\nAssistant:", False
-    try:
+    try:  # without the last two arguments (Qwen3's and MiniMind's), some templates close <think> at once
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, enable_thinking=True,
-                                             open_thinking=bool(default) and not system_prompt)  # MiniMind's
+                                             open_thinking=bool(default) and not system_prompt)
         for m in messages:
             longest = max(re.findall(r"\w+", m["content"]), key=len, default="")
             if longest not in text and m["role"] != "assistant":  # templates shorten the assistant's
@@ -1968,7 +1968,7 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     """
     surplus, lead, end = answer_form(tokenizer)
     of_rows = [row_prompt(problem.row) for problem in problems]
-    prompts = [prompt if isinstance(prompt, list) else problem.prompt  # of messages it has only the policy's rendering
+    prompts = [prompt if isinstance(prompt, list) else problem.prompt  # which has messages as the policy reads them
                for prompt, problem in zip(of_rows, problems)]
     rendered = [render_prompt(prompt, tokenizer, system_prompt, surplus=surplus) for prompt in prompts]
     G, completions = len(rollout.completions) // len(problems), iter(rollout.completions)

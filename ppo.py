@@ -198,7 +198,7 @@ def check(cfg: Config) -> None:
 def main(cfg: Config) -> None:
     run = common.Run(cfg)
     check(cfg)
-    score = common.load_reward(dataclasses.replace(cfg, format_reward=0.0))  # added below
+    score = common.load_reward(dataclasses.replace(cfg, format_reward=0.0))  # "2. Score" adds it
     problems, eval_problems = common.read_train_and_eval(cfg)
     policy, tokenizer = common.load_policy(cfg, run.device)
     reference = common.load_reference(cfg, run.device) if cfg.kl_coef > 0 else None  # None: its log-probs count as 0
