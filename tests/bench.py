@@ -1,6 +1,6 @@
 """Measure speed and memory of the scripts and their parts, and of TRL on the same work. Weights are random.
 
-    python tests/bench.py [--device cuda] [--model tiny|smollm-135m|qwen-0.5b|qwen-1.5b|qwen-7b]
+    python tests/bench.py [--device cuda] [--model tiny|smollm-135m|qwen-0.5b|qwen-1.5b|qwen-3b|qwen-7b]
                           [--only rollout,logprobs,step] [--against trl] [--threads 2] [--repeats 5] [--rounds 3]
                           [--tokens N] [--flags="…"] [--out FILE.json]
 
@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary, tied embeddings
     "tiny": (128, 384, 3, 4, 2, 23, True), "logprobs": (256, 768, 4, 4, 2, None, True),
     "smollm-135m": (576, 1536, 30, 9, 3, 49_152, True), "qwen-0.5b": (896, 4864, 24, 14, 2, 151_936, True),
-    "qwen-1.5b": (1536, 8960, 28, 12, 2, 151_936, True),
+    "qwen-1.5b": (1536, 8960, 28, 12, 2, 151_936, True), "qwen-3b": (2048, 11_008, 36, 16, 2, 151_936, True),
     "qwen-7b": (3584, 18_944, 28, 28, 4, 152_064, False)}
 
 
