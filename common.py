@@ -809,9 +809,21 @@ def encode(tokenizer, prompts: list[tuple[str, bool]]) -> list[list[int]]:
 
 @functools.lru_cache(1)  # Gemma 3 has thousands of added tokens: 30 ms for every prompt
 def special_tokens(tokenizer) -> tuple[str, ...]:
-    """The texts of those with a role (BOS, EOS, padding) and of the others, such as Phi-3's <|user|>."""
+    """The texts of those with a role (BOS, EOS, padding) and of the others, such as Phi-3's <|user|>; no empty text."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return *tokenizer.all_special_tokens, *added
+    return tuple(filter(None, (*tokenizer.all_special_tokens, *added)))
+
+
+# Put before a chat template. Some (Llama 3.2's) write today's date: a run that is resumed tomorrow needs the same one.
+# It is the date that Llama 3.2's writes where it cannot ask for today's.
+ONE_DAY = ("{% macro strftime_now(form) %}{{ form.replace('%d', '26').replace('%b', 'Jul').replace('%B', 'July')"
+           ".replace('%m', '07').replace('%Y', '2024') }}{% endmacro %}\n")
+
+
+def apply_template(tokenizer, messages: list[dict], **kwargs) -> str:
+    """The text of chat messages, as the tokenizer's chat template writes it on `ONE_DAY`. Raises whatever it raises."""
+    template = ONE_DAY + tokenizer.get_chat_template()
+    return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **kwargs)
 
 
 def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_PROMPT,
@@ -819,7 +831,7 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
     """A string or chat messages -> (text for the model, whether a chat template wrote it).
 
     default: the system message where system_prompt is empty. If there is a default and no system_prompt (the messages
-        may bring their own), MiniMind's template leaves <think> open; otherwise it closes it, as it does by itself.
+        may bring their own), the template is asked to let the model think; otherwise it does what it does unasked.
     surplus: what to leave off where a template ends the prompt with it (`answer_form`).
     """
     if system_prompt == "none":
@@ -833,12 +845,15 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
         messages = [{"role": "system", "content": system_prompt or default}, *messages]
     if not tokenizer.chat_template:
         return "\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages) + "\n\nAssistant:", False
-    try:  # without the last two arguments (Qwen3's and MiniMind's), some templates close <think> at once
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, enable_thinking=True,
-                                             open_thinking=bool(default) and not system_prompt)
+    # Qwen3's and MiniMind's names for it. Without them, some templates close <think> at once.
+    thinking = {"enable_thinking": True, "open_thinking": True} if default and not system_prompt else {}
+    try:
+        text = apply_template(tokenizer, messages, add_generation_prompt=True, **thinking)
         for m in messages:
             longest = max(re.findall(r"\w+", m["content"]), key=len, default="")
-            if longest not in text and m["role"] != "assistant":  # templates shorten the assistant's
+            # SmolLM3's takes "/think" out of system messages: a switch, but not where the default has "</think>".
+            words = m["content"].split() if m["content"] == default else [longest]
+            if not all(word in text for word in words) and m["role"] != "assistant":  # these are often shortened
                 raise ValueError(f"it leaves out the message of role {m['role']}")
     except Exception as error:  # templates are programs
         if messages[0]["role"] != "system" or len(messages) == 1:
@@ -853,19 +868,20 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
 def answer_form(tokenizer) -> tuple[str, str, int]:
     """How a chat template writes an answer that is given, beside its prompt for a new one -> (surplus, lead, end):
 
-    surplus   what the prompt ends with, but loses before a given answer: R1's <think>
+    surplus   what the prompt ends with, but loses before a given answer: R1's and Qwen3.5's <think>
     lead      what a given answer then has in front: Qwen3's empty thought
     end       the special token after the answer, which may be another than the EOS: Gemma's <end_of_turn>
     """
     question, answer = {"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good evening."}
     try:
         prompt, _ = render_prompt([question], tokenizer, "none")
-        text = tokenizer.apply_chat_template([question, answer], tokenize=False)
+        text = apply_template(tokenizer, [question, answer])
     except Exception:  # there is no template, or it refuses these messages
         return "", "", tokenizer.eos_token_id
     before, _, after = text.rpartition(answer["content"])
-    # An empty thought at the prompt's end (MiniMind's) counts as the answer's, which may have a thought of its own.
-    shared = re.sub(r"<think>\s*</think>\s*$", "", os.path.commonprefix([prompt, before]))
+    # A thought that the prompt opens (Qwen3.5's), or an empty one at its end (MiniMind's), counts as the answer's,
+    # which may have one of its own. And no tag is cut in two: "<think>" and "</think>" (GLM-4.7's) share "<".
+    shared = re.sub(r"<(think>\s*(</think>\s*)?|[^<>]*)$", "", os.path.commonprefix([prompt, before]))
     if question["content"] not in shared:  # they part before the answer: nothing to compare
         prompt = before = shared
     ids = tokenizer(after.strip(), add_special_tokens=False)["input_ids"]
@@ -901,8 +917,9 @@ def encode_answers(tokenizer, given: list[tuple[tuple[str, bool], list[int], str
     """
     answers = []
     for (_, templated), _, answer in given:
-        has_thought = answer.lstrip().startswith("<think>") and "<think>" in lead
-        answers.append(("" if has_thought else lead) + answer.lstrip() if templated else answer)
+        has_thought = answer.lstrip().startswith("<think>")  # then only what comes before a thought (GLM-4.5's newline)
+        front = re.split("</?think>", lead)[0] if has_thought else lead
+        answers.append(front + answer.lstrip() if templated else answer)
     whole = encode(tokenizer, [(text + answer, templated) for ((text, templated), *_), answer in zip(given, answers)])
     return [ids[len(prompt):] if ids[:len(prompt)] == prompt
             else tokenizer(answer, add_special_tokens=False)["input_ids"]

@@ -430,12 +430,22 @@ def test_a_template_opens_the_answer():
     assert common.render_prompt("1", tokenizer, "none") == ("1=", True)
 
 
-def test_a_template_that_can_leave_thinking_open_does_so_for_problems():
+def test_a_template_writes_the_same_date_every_day():
+    """Or a run of Llama 3.2 could not be resumed the next day: its prompts would be others."""
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = ("  {% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}\n|"
+                               "{{ strftime_now('%B %d, %Y') }}|{{ strftime_now('%Y-%m-%d') }}|"
+                               "{{ messages[0].content }}")
+    assert common.render_prompt("1", tokenizer, "none") == ("26 Jul 2024|July 26, 2024|2024-07-26|1", True)
+
+
+@pytest.mark.parametrize("name", ["open_thinking", "enable_thinking"])  # MiniMind's; Qwen3's
+def test_a_template_that_can_leave_thinking_open_does_so_for_problems(name):
     """Unasked, this template closes <think> at once. Answers in preference data have no such part. It is the default
     system prompt that asks for thoughts: with another one, PPO's prompts are those of its reward model."""
     tokenizer = common.tiny_tokenizer()
     tokenizer.chat_template = ("{% for m in messages %}{{ m['content'] }}{% endfor %}"
-                               "<think>{% if not open_thinking %}</think>{% endif %}")
+                               "<think>{% if not " + name + " %}</think>{% endif %}")
     assert common.render_prompt("1", tokenizer, "")[0].endswith("1<think>")
     assert common.render_prompt("1", tokenizer, "", default="")[0].endswith("1<think></think>")
     for default in (common.SYSTEM_PROMPT, ""):
@@ -463,6 +473,16 @@ def test_a_template_that_leaves_out_a_message():
     assert common.render_prompt("one\ntwo", tokenizer, "none") == ('"one\\ntwo",', True)
     with pytest.raises(common.UserError, match="leaves out the message of role human"):
         common.render_prompt([{"role": "human", "content": "1"}], tokenizer, "none")
+
+
+def test_a_template_that_cuts_the_default_system_prompt():
+    """SmolLM3's reads "/think" in a system message as a switch, and takes it out. The default's </think> has to stay;
+    a system message of the user's own may mean the switch."""
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = ("{% for m in messages %}{{ m.content.replace('/think', '') if m.role == 'system' else "
+                               "m.content }},{% endfor %}")
+    assert common.render_prompt("1", tokenizer, "") == (common.SYSTEM_PROMPT + "\n\n1,", True)
+    assert common.render_prompt("1", tokenizer, "12345+67 /think") == ("12345+67 ,1,", True)
 
 
 def test_a_template_that_fails():
@@ -672,6 +692,9 @@ def test_without_a_token_that_ends_turns_eos_does():
     ("(<think>", "(", "1,(", ["46<turn>", "<think>4</think>6<turn>"]),  # R1: its prompts open a thought
     ("(", "(<think></think>", "1,(", ["<think></think>46<turn>", "<think>4</think>6<turn>"]),  # Qwen3: an empty one
     ("(<think></think>", "(<think></think>", "1,(", ["<think></think>46<turn>", "<think>4</think>6<turn>"]),  # MiniMind
+    ("(<think> ", "(<think>  </think>", "1,(", ["<think>  </think>46<turn>", "<think>4</think>6<turn>"]),  # Qwen3.5
+    ("(<think>", "(</think>", "1,(", ["</think>46<turn>", "<think>4</think>6<turn>"]),  # GLM-4.7
+    ("(", "(,<think></think>", "1,(", [",<think></think>46<turn>", ",<think>4</think>6<turn>"]),  # GLM-4.5
     ("(", "(-", "1,(", ["-46<turn>", "-<think>4</think>6<turn>"])])  # gpt-oss: a channel
 def test_an_answer_is_written_as_the_template_writes_it(asks, known, prompt, answers):
     tokenizer = chat_tokenizer("")
@@ -691,6 +714,8 @@ def test_a_prompt_that_begins_with_any_special_token_is_rendered_already():
     tokenizer.add_tokens([AddedToken("<user>", special=True)])
     assert "<user>" not in tokenizer.all_special_tokens
     assert common.render_prompt("<user>1<turn>", tokenizer, "none") == ("<user>1<turn>", False)
+    tokenizer.add_special_tokens({"bos_token": ""})  # every text begins with this one
+    assert common.render_prompt("1", tokenizer, "none") == ("1<turn>", True)
 
 
 def test_an_answer_begins_without_the_space_that_a_text_of_its_own_gets():
