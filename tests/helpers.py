@@ -68,28 +68,29 @@ def random_model(architecture: str, seed: int = 0, **changes):
     return model.eval(), tokenizer
 
 
-def run_script(script: str, *flags, processes: int = 0, timeout: float = 240) -> subprocess.CompletedProcess:
-    """Run `python SCRIPT flags` in this process and capture its stderr.
-
-    With `processes`, run it under torchrun and capture both stdout and stderr.
-    """
+def run_script(script: str, *flags, processes: int = 0, code: int = 0) -> str:
+    """Run `python SCRIPT flags` in this process (with `processes`, under torchrun), check its exit code, and return its
+    stderr."""
     command = [str(ROOT / script), *map(str, flags)]
     if processes:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        return subprocess.run(launcher + command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
-    module, argv, code, errors = importlib.import_module(script.removesuffix(".py")), sys.argv, 0, io.StringIO()
+        done = subprocess.run(launcher + command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        assert done.returncode == code, done.stderr
+        return done.stderr
+    module, argv, ended, errors = importlib.import_module(script.removesuffix(".py")), sys.argv, 0, io.StringIO()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     sys.argv = command
     try:
         with contextlib.redirect_stderr(errors):
             common.launch(module.main, module.Config)
     except SystemExit as stopped:
-        code = stopped.code
+        ended = stopped.code
     finally:
         sys.argv = argv
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return subprocess.CompletedProcess(command, code, "", errors.getvalue())
+    assert ended == code, errors.getvalue()
+    return errors.getvalue()
 
 
 def fork_script(errors, script: str, *flags):
@@ -289,8 +290,7 @@ def record_run(monkeypatch, script: str, directory, *flags) -> list:
     monkeypatch.setattr(common.Run, "optimizer_step", recorded("updates", common.Run.optimizer_step))
     if hasattr(module, "sample"):  # reward_model.py samples nothing
         monkeypatch.setattr(module, "sample", recorded("rollouts", module.sample))
-    done = run_script(script, "--output_dir", directory, "--eval_data", few_problems(Path(directory).parent), *flags)
-    assert done.returncode == 0, done.stderr
+    run_script(script, "--output_dir", directory, "--eval_data", few_problems(Path(directory).parent), *flags)
     for step, metrics in zip(steps, read_metrics(directory)[1:], strict=True):
         step.metrics = metrics
     return steps

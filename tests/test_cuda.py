@@ -32,8 +32,7 @@ def test_a_run_trains_saves_and_resumes(script, flags, tmp_path, monkeypatch):
     pairs = script == "reward_model.py" or script == "dpo.py" and not flags
     data = ["--data", few_pairs(tmp_path), "--pairs_per_step", 6] if pairs else ["--eval_data", few_problems(tmp_path)]
     for more in (["--steps", 2], ["--steps", 4, "--resume"]):
-        done = run_script(script, *data, *flags, "--output_dir", tmp_path / "run", *more)
-        assert done.returncode == 0, done.stderr
+        run_script(script, *data, *flags, "--output_dir", tmp_path / "run", *more)
     metrics = read_metrics(tmp_path / "run")
     assert [step["step"] for step in metrics] == [0, 1, 2, 3, 4]
     assert all(math.isfinite(value) for step in metrics for value in step.values()) and metrics[1]["grad_norm"] > 0
@@ -101,9 +100,7 @@ def test_two_gpus_begin_as_one_does_and_resume_on_two_or_one(script, flags, tmp_
     """Evaluation before training, and reward, loss and gradient of the first step, agree up to bfloat16 rounding."""
     for name, processes, steps, *resume in (("one", 0, 2), ("two", 2, 2), ("two", 2, 3, "--resume"),
                                             ("two", 0, 4, "--resume")):
-        done = run_script(script, *flags, "--steps", steps, *resume, "--output_dir", tmp_path / name,
-                          processes=processes)
-        assert done.returncode == 0, done.stderr
+        run_script(script, *flags, "--steps", steps, *resume, "--output_dir", tmp_path / name, processes=processes)
     one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
     assert [step["step"] for step in two] == [0, 1, 2, 3, 4]
     for step, key, tolerance in ((0, "eval_accuracy", 0.06), (0, "eval_pair_accuracy", 0.06), (1, "reward", 0.1),

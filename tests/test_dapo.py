@@ -151,9 +151,9 @@ def test_equation_13_at_its_corners():
 def test_an_answer_far_from_the_cut_is_not_punished(tmp_path):
     """No completion has more than 32 of 40 tokens, so rewards are 1 and −1 (eq. 7), even that of the longest. As many
     groups are kept as were wanted, so nothing is said of missing ones."""
-    done = run_script("dapo.py", "--steps", 1, "--prompts_per_step", 4, "--group_size", 4, "--no_dynamic_sampling",
-                      "--output_dir", tmp_path / "run", "--eval_data", few_problems(tmp_path))
-    assert done.returncode == 0 and "are informative" not in done.stderr, done.stderr
+    errors = run_script("dapo.py", "--steps", 1, "--prompts_per_step", 4, "--group_size", 4, "--no_dynamic_sampling",
+                        "--output_dir", tmp_path / "run", "--eval_data", few_problems(tmp_path))
+    assert "are informative" not in errors
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert {row["reward"] for row in rows} == {-1, 1}
     step = read_metrics(tmp_path / "run")[1]  # of all 16 completions
@@ -300,11 +300,10 @@ def test_without_an_informative_group_the_step_makes_no_update(tmp_path):
     left out gets no advantage."""
     (tmp_path / "reward.py").write_text("import random\n\ndef never(prompt, completion, row):\n"
                                         "    return -random.random()\n")
-    done = run_script("dapo.py", "--steps", 2, "--prompts_per_step", 2, "--group_size", 2, "--eval_every", 100,
-                      "--max_generation_batches", 2, "--reward", f"{tmp_path / 'reward.py'}:never", "--output_dir",
-                      tmp_path / "run", "--warmup_steps", 2)
-    assert done.returncode == 0, done.stderr
-    assert "0 of 4 groups" in done.stderr and "rewards teach nothing" in done.stderr
+    errors = run_script("dapo.py", "--steps", 2, "--prompts_per_step", 2, "--group_size", 2, "--eval_every", 100,
+                        "--max_generation_batches", 2, "--reward", f"{tmp_path / 'reward.py'}:never", "--output_dir",
+                        tmp_path / "run", "--warmup_steps", 2)
+    assert "0 of 4 groups" in errors and "rewards teach nothing" in errors
     samples = [json.loads(line) for line in open(tmp_path / "run" / "samples.jsonl")]
     assert len({sample["reward"] for sample in samples}) == len(samples)
     assert all(sample["advantage"] == 0 for sample in samples)

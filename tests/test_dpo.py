@@ -194,10 +194,9 @@ def test_the_evaluation_asks_as_the_training_data_does(flags, system, tmp_path, 
         return evaluate(policy, tokenizer, problems, *rest)
 
     monkeypatch.setattr(common, "evaluate", recorded)
-    done = run_script("dpo.py", "--model", tmp_path / "base", "--data", path, "--eval_problems", path, "--steps", 1,
-                      "--max_new_tokens", 4, "--output_dir", tmp_path / "run", *flags)
-    assert done.returncode == 0, done.stderr
-    assert f"--lr {dpo.Config.lr}: these values suit the tiny model" in done.stderr
+    errors = run_script("dpo.py", "--model", tmp_path / "base", "--data", path, "--eval_problems", path, "--steps", 1,
+                        "--max_new_tokens", 4, "--output_dir", tmp_path / "run", *flags)
+    assert f"--lr {dpo.Config.lr}: these values suit the tiny model" in errors
     assert asked and all(ids == tokenizer.encode(system + "1+1=?") for ids in asked)
 
 
@@ -286,10 +285,8 @@ def test_problems_without_answers_may_be_judged_by_a_function(tmp_path):
     (tmp_path / "reward.py").write_text("def f(prompt, completion, row): return len(completion)\n")
     (tmp_path / "problems.jsonl").write_text('{"prompt": "1+1=?"}\n')
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=?", "chosen": "2", "rejected": "3"}\n')
-    done = run_script("dpo.py", "--steps", 1, "--pairs_per_step", 1, "--data", tmp_path / "pairs.jsonl",
-                      "--eval_problems", tmp_path / "problems.jsonl", "--reward", f"{tmp_path / 'reward.py'}:f",
-                      "--output_dir", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+    run_script("dpo.py", "--steps", 1, "--pairs_per_step", 1, "--data", tmp_path / "pairs.jsonl", "--eval_problems",
+               tmp_path / "problems.jsonl", "--reward", f"{tmp_path / 'reward.py'}:f", "--output_dir", tmp_path / "run")
 
 
 def test_all_pairs_of_a_ranking_are_trained_on(tmp_path, monkeypatch):
@@ -327,8 +324,7 @@ def test_the_built_in_evaluation_is_on_held_out_problems(job, tmp_path, monkeypa
         return {}
 
     monkeypatch.setattr(common, "evaluate", recorded)
-    done = run_script("dpo.py", "--steps", 1, "--pairs_per_step", 2, "--output_dir", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+    run_script("dpo.py", "--steps", 1, "--pairs_per_step", 2, "--output_dir", tmp_path / "run")
     assert {p.prompt for p in asked} == {row["prompt"] for row in common.arithmetic_rows(2, "eval")}
 
 
@@ -336,6 +332,5 @@ def test_the_built_in_evaluation_is_on_held_out_problems(job, tmp_path, monkeypa
 def test_before_the_first_update_all_held_out_pairs_tie(job, tmp_path, monkeypatch):
     """Policy and reference are equal, and computed in the same micro-batches: their log-probs agree to the last bit."""
     monkeypatch.setattr(common, "AT_ONCE", 7)  # several collations
-    done = run_script("dpo.py", "--steps", 1, "--pairs_per_step", 2, "--lr", 0, "--output_dir", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+    run_script("dpo.py", "--steps", 1, "--pairs_per_step", 2, "--lr", 0, "--output_dir", tmp_path / "run")
     assert [line["eval_pair_accuracy"] for line in read_metrics(tmp_path / "run")] == [0.5, 0.5]

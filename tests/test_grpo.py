@@ -238,9 +238,7 @@ def test_every_update_is_that_of_the_plain_algorithm(divide, beta, longest, tmp_
 def test_a_whole_run_learns_and_its_model_loads(tmp_path):
     """Six steps: the first is on-policy, accuracy rises, and the log, samples and model are written."""
     out = tmp_path / "run"
-    done = run_script("grpo.py", "--steps", 6, "--eval_every", 3, "--eval_samples", 2, "--save_every", 5,
-                      "--output_dir", out)
-    assert done.returncode == 0, done.stderr
+    run_script("grpo.py", "--steps", 6, "--eval_every", 3, "--eval_samples", 2, "--save_every", 5, "--output_dir", out)
     metrics = read_metrics(out)
     assert [m["step"] for m in metrics] == list(range(7))
     first = metrics[1]
@@ -274,9 +272,7 @@ def test_another_sampler_may_take_the_place_of_sample(tmp_path, monkeypatch):
             out.sequences, torch.cat([batch.attention_mask, mask.long()], 1), mask,
             tokenizer.batch_decode(tokens, skip_special_tokens=True), is_end.any(1), logprobs.where(mask, 0))
     monkeypatch.setattr(grpo, "sample", generate)
-    done = run_script("grpo.py", "--steps", 2, "--temperature", 0.9, "--eval_every", 100, "--output_dir",
-                      tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+    run_script("grpo.py", "--steps", 2, "--temperature", 0.9, "--eval_every", 100, "--output_dir", tmp_path / "run")
     first = read_metrics(tmp_path / "run")[1]
     assert 0.2 < first["accuracy"] < 0.8 and first["sampler_gap"] < 1e-5
 
@@ -294,9 +290,8 @@ def test_the_reward_function_of_the_readme(tmp_path):
             ("", 0, 0)):
         assert judge(problem, text) == pytest.approx(correct + 0.5 * sound - 0.3 * len(text) / 100 - 0.5), text
         assert (judge(problem, text) > 0) == correct
-    done = run_script("grpo.py", "--steps", 1, "--prompts_per_step", 4, "--group_size", 4, "--output_dir",
-                      tmp_path / "run", "--reward", f"{tmp_path / 'reward.py'}:composite")
-    assert done.returncode == 0, done.stderr
+    run_script("grpo.py", "--steps", 1, "--prompts_per_step", 4, "--group_size", 4, "--output_dir",
+               tmp_path / "run", "--reward", f"{tmp_path / 'reward.py'}:composite")
     start, step = read_metrics(tmp_path / "run")
     assert start["eval_accuracy"] < 0.65  # only a reward above 0 counts as correct
     assert step["reward"] not in (0, 1)   # the run uses this reward, not the verifier's

@@ -113,10 +113,8 @@ def run_step(tmp_path):
         model.save_pretrained(tmp_path / "base")
         tokenizer.save_pretrained(tmp_path / "base")
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-        done = run_script("reward_model.py", "--model", tmp_path / "base", "--data", tmp_path / "rows.jsonl",
-                          "--steps", 1, "--pairs_per_step", 3, "--lr", 0, "--overwrite",
-                          "--output_dir", tmp_path / "run", *flags)
-        assert done.returncode == 0, done.stderr
+        run_script("reward_model.py", "--model", tmp_path / "base", "--data", tmp_path / "rows.jsonl", "--steps", 1,
+                   "--pairs_per_step", 3, "--lr", 0, "--overwrite", "--output_dir", tmp_path / "run", *flags)
         return tmp_path / "run"
     return run
 
@@ -284,9 +282,8 @@ def test_the_saved_pad_token_is_that_of_config_and_tokenizer(tmp_path):
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "base")
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=?", "chosen": "2", "rejected": "3"}\n')
-    done = run_script("reward_model.py", "--steps", 1, "--pairs_per_step", 1, "--data", tmp_path / "pairs.jsonl",
-                      "--model", tmp_path / "base", "--output_dir", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+    run_script("reward_model.py", "--steps", 1, "--pairs_per_step", 1, "--data", tmp_path / "pairs.jsonl",
+               "--model", tmp_path / "base", "--output_dir", tmp_path / "run")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "run" / "model")
     saved = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     assert config.pad_token_id == saved.pad_token_id != saved.eos_token_id

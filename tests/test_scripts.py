@@ -130,7 +130,7 @@ def test_the_seed_orders_the_data(script, tmp_path, monkeypatch):
 
     monkeypatch.setattr(common.Run, "start", start)
     for seed in (1, 2, 1):
-        run_script(f"{script}.py", "--seed", seed, "--data", data, "--output_dir", tmp_path / "run")
+        run_script(f"{script}.py", "--seed", seed, "--data", data, "--output_dir", tmp_path / "run", code=2)
     assert drawn[0] == drawn[2] != drawn[1]
 
 
@@ -149,9 +149,7 @@ def test_the_log_is_the_same_for_any_micro_batch_and_ends_with_an_evaluation(scr
                   *["--no_dynamic_sampling"] * (script == "dapo"), *["--group_size", 3] * (script != "ppo")]
     lines = []
     for tokens in (70, 4096):
-        done = run_script(f"{script}.py", *flags, "--micro_batch_tokens", tokens,
-                          "--output_dir", tmp_path / str(tokens))
-        assert done.returncode == 0, done.stderr
+        run_script(f"{script}.py", *flags, "--micro_batch_tokens", tokens, "--output_dir", tmp_path / str(tokens))
         lines.append({name: value for name, value in read_metrics(tmp_path / str(tokens))[1].items()
                       if name not in ("seconds", "tokens_per_second", "peak_memory_mb")})
     assert lines[0] == pytest.approx(lines[1], rel=1e-3, abs=1e-5)
@@ -189,9 +187,8 @@ def test_what_the_log_and_the_samples_say_of_completions(script, tmp_path, monke
 def test_the_tokens_of_a_step_on_pairs_are_those_read_without_padding(script, tmp_path):
     """Twice a prompt of 5, and answers of 2 and 4, EOS included."""
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=?", "chosen": "2", "rejected": "333"}\n')
-    done = run_script(f"{script}.py", "--steps", 1, "--pairs_per_step", 1, "--data", tmp_path / "pairs.jsonl",
-                      "--output_dir", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+    run_script(f"{script}.py", "--steps", 1, "--pairs_per_step", 1, "--data", tmp_path / "pairs.jsonl",
+               "--output_dir", tmp_path / "run")
     step = read_metrics(tmp_path / "run")[1]
     assert step["tokens_per_second"] * step["seconds"] == pytest.approx(16)
 
@@ -200,6 +197,6 @@ def test_the_tokens_of_a_step_on_pairs_are_those_read_without_padding(script, tm
 def test_a_step_without_signal_says_so(script, tmp_path):
     (tmp_path / "reward.py").write_text("def same(prompt, completion, row):\n    return 1.0\n")
     flags = {"dapo": ["--group_size", 2, "--overlong_buffer", 0], "dpo": ["--on_policy"]}
-    done = run_script(f"{script}.py", *small(script, tmp_path, 2), *flags.get(script, ["--group_size", 2]),
-                      "--output_dir", tmp_path / "run", "--reward", f"{tmp_path / 'reward.py'}:same")
-    assert done.returncode == 0 and "step 1: its rewards teach nothing" in done.stderr, done.stderr
+    errors = run_script(f"{script}.py", *small(script, tmp_path, 2), *flags.get(script, ["--group_size", 2]),
+                        "--output_dir", tmp_path / "run", "--reward", f"{tmp_path / 'reward.py'}:same")
+    assert "step 1: its rewards teach nothing" in errors
