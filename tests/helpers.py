@@ -68,6 +68,12 @@ def random_model(architecture: str, seed: int = 0, **changes):
     return model.eval(), tokenizer
 
 
+def save(directory, *parts) -> None:
+    """Write a model and its tokenizer to a directory."""
+    for part in parts:
+        part.save_pretrained(directory)
+
+
 def run_script(script: str, *flags, processes: int = 0, code: int = 0) -> str:
     """Run `python SCRIPT flags` in this process (with `processes`, under torchrun), check its exit code, and return its
     stderr."""

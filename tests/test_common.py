@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import common
 import grpo
-from helpers import random_model, use_graph_steps
+from helpers import random_model, save, use_graph_steps
 
 ARCHITECTURES = ["Qwen2", "Llama", "Gemma2", "GPT2", "Mistral", "Cohere", "Granite", "Phi", "GPTNeoX", "Qwen3",
                  "Qwen3_5Text"]
@@ -1232,8 +1232,7 @@ def test_no_row_may_pass_the_length_at_which_longrope_changes_the_positions_of_i
     """Phi-3 and Phi-4-mini have two sets of rotary factors. The longest row of a batch decides which one it gets."""
     rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     model, tokenizer = random_model("Phi3", original_max_position_embeddings=16, rope_scaling=rope)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    save(tmp_path, model, tokenizer)
     cfg = SimpleNamespace(model=str(tmp_path), data="arithmetic", trust_remote_code=False)
     assert common.load_policy(cfg, torch.device("cpu"))[1].model_max_length == 16
 
@@ -1248,8 +1247,7 @@ def test_a_tokenizer_without_pad_token_gets_eos(tmp_path):
 def test_the_tiny_tokenizer_reads_its_tags_after_saving(tmp_path):
     """AutoTokenizer would take a generic tokenizer beside a Qwen2 config for Qwen2's, which splits text differently."""
     model, tokenizer = random_model("Qwen2")
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    save(tmp_path, model, tokenizer)
     text = "<think>2+4=6</think> <answer>46</answer>"
     loaded = common.load_tokenizer(str(tmp_path))
     assert loaded.encode(text) == tokenizer.encode(text) and loaded.decode(loaded.encode(text)) == text

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 import common
-from helpers import random_model
+from helpers import random_model, save
 
 cpu = torch.device("cpu")
 
@@ -128,12 +128,11 @@ def test_ranks_leave_together(monkeypatch):
 
 # ------------------------------------------------------------------------------------------------------ models
 
-def save(path, architecture="Qwen2", resize=None, **changes):
+def save_random(path, architecture="Qwen2", resize=None, **changes):
     model, tokenizer = random_model(architecture, **changes)
     if resize:
         model.resize_token_embeddings(resize)
-    for part in (model, tokenizer):
-        part.save_pretrained(path)
+    save(path, model, tokenizer)
     return model, tokenizer
 
 
@@ -253,12 +252,12 @@ def test_a_tokenizer_without_an_end(tmp_path):
 
 
 def test_an_embedding_may_be_padded(tmp_path):
-    save(tmp_path, resize=64)
+    save_random(tmp_path, resize=64)
     assert common.load_policy(policy_config(tmp_path), cpu)[0].config.vocab_size == 64
 
 
 def test_completions_must_leave_room_for_a_prompt(tmp_path):
-    save(tmp_path)
+    save_random(tmp_path)
     with pytest.raises(common.UserError, match="the context of .* is 256 tokens"):
         common.load_policy(policy_config(tmp_path, max_new_tokens=256), cpu)
     assert common.load_policy(policy_config(tmp_path, max_new_tokens=255), cpu)[1].model_max_length == 256
@@ -266,14 +265,14 @@ def test_completions_must_leave_room_for_a_prompt(tmp_path):
 
 def test_the_shorter_of_two_limits_counts(tmp_path):
     _, tokenizer = random_model("Qwen2")
-    save(tmp_path)
+    save_random(tmp_path)
     tokenizer.model_max_length = 100
     tokenizer.save_pretrained(tmp_path)
     assert common.load_policy(policy_config(tmp_path), cpu)[1].model_max_length == 100
 
 
 def test_mamba_has_no_limit(tmp_path):
-    save(tmp_path, "Mamba")
+    save_random(tmp_path, "Mamba")
     assert common.load_policy(policy_config(tmp_path, max_new_tokens=5000), cpu)[1].model_max_length > 1e6
 
 
@@ -746,8 +745,7 @@ def test_generation_stops_where_sampling_does_if_only_the_tokenizer_names_the_en
     tokenizer = chat_tokenizer("<turn>")
     tokenizer.eos_token = "<turn>"
     model = random_model("Qwen2", vocab_size=len(tokenizer))[0]
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    save(tmp_path, model, tokenizer)
     policy, tokenizer = common.load_policy(policy_config(tmp_path), cpu)
     assert tokenizer.convert_tokens_to_ids("<turn>") in policy.generation_config.eos_token_id
 
@@ -756,8 +754,7 @@ def test_sampling_stops_where_the_chat_template_ends_a_turn(tmp_path):
     """Qwen2.5's base models have a chat template, but a generation config in which only documents end."""
     tokenizer = chat_tokenizer("<turn>")
     model = random_model("Qwen2", vocab_size=len(tokenizer))[0]
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    save(tmp_path, model, tokenizer)
     policy, tokenizer = common.load_policy(policy_config(tmp_path), cpu)
     ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<turn>")]
     assert common.eos_ids(policy, tokenizer) == policy.generation_config.eos_token_id == ends
@@ -767,9 +764,7 @@ def test_sampling_stops_where_the_chat_template_ends_a_turn(tmp_path):
     ('{"eos_token_id": "x"}', "eos_token_id in its generation_config.json"),
     ('{"eos_token_id": [1', "its generation_config.json is not JSON")])
 def test_an_eos_that_is_no_token(content, problem, tmp_path):
-    model, tokenizer = random_model("Qwen2")
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    save_random(tmp_path)
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(common.UserError, match=problem):
         common.load_policy(policy_config(tmp_path), cpu)
@@ -777,9 +772,7 @@ def test_an_eos_that_is_no_token(content, problem, tmp_path):
 
 def test_a_model_whose_own_generation_config_could_not_be_saved(tmp_path):
     """A temperature without do_sample, as Vicuna has it, is an error to transformers once anything else has changed."""
-    model, tokenizer = random_model("Qwen2")
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    save_random(tmp_path)
     (tmp_path / "generation_config.json").write_text(
         '{"temperature": 0.9, "top_p": 0.6, "top_h": 0.4, "max_length": 99}')
     common.save_model(*common.load_policy(policy_config(tmp_path), cpu), tmp_path / "model")

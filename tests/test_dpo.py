@@ -12,7 +12,8 @@ import torch
 import common
 import dpo
 from helpers import (ROOT, assert_metrics, assert_same_weights, begin_with, beside, distributions, is_right,
-                     load_tiny_model, plain_logprobs, plain_update, random_model, read_metrics, record_run, run_script)
+                     load_tiny_model, plain_logprobs, plain_update, random_model, read_metrics, record_run, run_script,
+                     save)
 
 
 def test_the_loss_is_ln_2_at_the_start_and_by_hand():
@@ -183,8 +184,7 @@ def test_the_evaluation_asks_as_the_training_data_does(flags, system, tmp_path, 
     """Problems to sample for get a default system prompt, pairs from a file do not; the evaluation follows suit."""
     model, tokenizer = random_model("Qwen2")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "base")
+    save(tmp_path / "base", model, tokenizer)
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "1+1=?", "answer": "2", "chosen": "2", "rejected": "3"}))
     asked, evaluate = [], common.evaluate

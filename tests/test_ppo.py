@@ -15,7 +15,7 @@ import common
 import ppo
 from helpers import (assert_metrics, assert_same_weights, begin_with, few_problems, is_right, load_tiny_model,
                      plain_entropies, plain_finished, plain_logprobs, plain_update, random_model, read_metrics,
-                     record_run, row_alone, run_script)
+                     record_run, row_alone, run_script, save)
 
 LENGTHS = [6, 3, 1, 0]  # from the full width to a completion without tokens
 MASK = torch.arange(6) < torch.tensor(LENGTHS)[:, None]
@@ -304,8 +304,7 @@ def test_a_critic_of_another_vocabulary_is_not_taken(tmp_path, policy_directory)
 
 def test_the_critic_starts_at_zero_from_the_policy(tmp_path):
     policy, tokenizer = random_model("Qwen2")
-    policy.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    save(tmp_path, policy, tokenizer)
     random_state = torch.get_rng_state()
     cfg = SimpleNamespace(model=str(tmp_path), reward="verifier", data="arithmetic", trust_remote_code=False)
     critic = ppo.load_value_model(cfg, torch.device("cpu"), tokenizer)
@@ -362,8 +361,7 @@ def save_reward_model(directory, shift=0.0, size=1.0):
     model, tokenizer = random_critic("Llama")
     model.config.reward_shift = shift
     model.score.weight.data *= size
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    save(directory, model, tokenizer)
     return model
 
 
@@ -376,8 +374,7 @@ def reward_config(directory, policy_directory, **changes):
 @pytest.fixture
 def policy_directory(tmp_path):
     policy, tokenizer = random_model("Qwen2", seed=1)
-    policy.save_pretrained(tmp_path / "policy")
-    tokenizer.save_pretrained(tmp_path / "policy")
+    save(tmp_path / "policy", policy, tokenizer)
     return tmp_path / "policy"
 
 
@@ -458,8 +455,7 @@ def test_a_reward_model_of_another_vocabulary_reads_the_text(tmp_path, policy_di
     with torch.no_grad():
         table = model.base_model.embed_tokens.weight
         table.copy_(table.flip(0).clone())
-    model.save_pretrained(tmp_path / "rm")
-    reversed_ids.save_pretrained(tmp_path / "rm")
+    save(tmp_path / "rm", model, reversed_ids)
     cfg = reward_config(tmp_path / "rm", policy_directory, system_prompt="7")
     rewards, _ = common.load_reward(cfg)(problems, rollout)
     for i, (text, finished) in enumerate(zip(rollout.completions, rollout.finished)):
@@ -507,8 +503,7 @@ def test_ppo_judges_the_format_of_what_the_template_began(tmp_path, monkeypatch)
     """The template has written <think> already, so completions begin behind it."""
     tokenizer = common.tiny_tokenizer()
     tokenizer.chat_template = "{{ messages[0]['content'] }}<think>"
-    for part in (load_tiny_model(), tokenizer):
-        part.save_pretrained(tmp_path / "base")
+    save(tmp_path / "base", load_tiny_model(), tokenizer)
     judged, format_reward = [], common.format_reward
     monkeypatch.setattr(common, "format_reward", lambda text: judged.append(text) or format_reward(text))
     run_script("ppo.py", "--model", tmp_path / "base", "--system_prompt", "none", "--steps", 1,
@@ -538,8 +533,7 @@ def test_a_directory_that_is_no_reward_model_is_refused_by_name(tmp_path, policy
             common.load_reward(reward_config(tmp_path / name, policy_directory))
     policy, tokenizer = random_model("Llama")
     policy.config.num_labels = 2
-    for part in (AutoModelForSequenceClassification.from_config(policy.config), tokenizer):
-        part.save_pretrained(tmp_path / "two")
+    save(tmp_path / "two", AutoModelForSequenceClassification.from_config(policy.config), tokenizer)
     with pytest.raises(common.UserError, match="^--reward .*two: want a sequence classifier with one label"):
         common.load_reward(reward_config(tmp_path / "two", policy_directory))
 
@@ -692,8 +686,7 @@ def save_scorer(directory, spread):
     torch.manual_seed(0)
     scorer = AutoModelForSequenceClassification.from_config(policy.config)
     torch.nn.init.normal_(scorer.score.weight, std=spread)
-    for part in (scorer, tokenizer):
-        part.save_pretrained(directory)
+    save(directory, scorer, tokenizer)
 
 
 def test_a_reward_models_scores_are_normalised_and_then_those_without_eos_bounded(tmp_path, monkeypatch):

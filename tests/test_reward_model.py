@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import common
 import reward_model
 from helpers import (assert_metrics, assert_same_weights, begin_with, plain_update, random_model, read_metrics,
-                     record_run, run_script)
+                     record_run, run_script, save)
 
 
 def test_preference_loss_by_hand():
@@ -110,8 +110,7 @@ def run_step(tmp_path):
     def run(architecture, *flags):
         model, tokenizer = random_model(architecture)
         tokenizer.pad_token = tokenizer.eos_token
-        model.save_pretrained(tmp_path / "base")
-        tokenizer.save_pretrained(tmp_path / "base")
+        save(tmp_path / "base", model, tokenizer)
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
         run_script("reward_model.py", "--model", tmp_path / "base", "--data", tmp_path / "rows.jsonl", "--steps", 1,
                    "--pairs_per_step", 3, "--lr", 0, "--overwrite", "--output_dir", tmp_path / "run", *flags)
@@ -152,8 +151,7 @@ def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
     model, start = (AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1).eval()
                     for _ in range(2))
     start.load_state_dict(model.state_dict())
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "base")
+    save(tmp_path / "base", model, tokenizer)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:2]))
     steps = record_run(
@@ -279,8 +277,7 @@ def test_the_saved_pad_token_is_that_of_config_and_tokenizer(tmp_path):
     """If the base's config pads with the EOS too, transformers would read scores before it."""
     model, tokenizer = random_model("Llama")
     tokenizer.pad_token, model.config.pad_token_id = tokenizer.eos_token, tokenizer.eos_token_id
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "base")
+    save(tmp_path / "base", model, tokenizer)
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=?", "chosen": "2", "rejected": "3"}\n')
     run_script("reward_model.py", "--steps", 1, "--pairs_per_step", 1, "--data", tmp_path / "pairs.jsonl",
                "--model", tmp_path / "base", "--output_dir", tmp_path / "run")

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models
 
 import common
 import grpo
-from helpers import ROOT, FakeRun, beside, few_problems, fork_script, random_model, read_metrics, run_script
+from helpers import ROOT, FakeRun, beside, few_problems, fork_script, random_model, read_metrics, run_script, save
 
 SCRIPTS = ["grpo", "dapo", "dr_grpo", "ppo", "dpo", "dpo --on_policy", "reward_model"]
 # Groups so large that a single process reads shared prefixes once. Most completions differ, so few rows are copies.
@@ -262,8 +262,7 @@ def f(prompt, completion, row):
 
 def test_overwrite_removes_runs_alone_and_never_the_model_that_it_starts_from(fails, tmp_path):
     model, tokenizer = random_model("Qwen2")
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "run" / "model")
+    save(tmp_path / "run" / "model", model, tokenizer)
     flags = ["--model", tmp_path / "run" / "model", "--output_dir", str(tmp_path / "run"), "--overwrite"]
     assert "holds model, but no run" in fails(*flags)
     assert "holds config.json, but no run" in fails("--output_dir", str(tmp_path / "run" / "model"), "--overwrite")
@@ -294,15 +293,13 @@ def test_a_directory_that_is_no_model(fails, tmp_path):
 
 def test_tokenizer_and_model_that_do_not_fit(fails, tmp_path):
     model, tokenizer = random_model("Qwen2")
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "model")
+    save(tmp_path / "model", model, tokenizer)
     assert "no rows left" in fails("--model", tmp_path / "model", "--max_prompt_tokens", 1)  # and no advice on --lr
     backend = Tokenizer(models.WordLevel({"<eos>": 0, "1": 1, "9": 500}, unk_token="1"))  # few tokens, a high id
     common.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(tmp_path / "model")
     assert "its tokenizer has ids up to 500, its embedding only 26 rows" in fails("--model", tmp_path / "model")
     model.resize_token_embeddings(12)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    save(tmp_path / "model", model, tokenizer)
     assert "its tokenizer has ids up to 25, its embedding only 12 rows" in fails("--model", tmp_path / "model")
 
 
