@@ -1,5 +1,4 @@
 """Dr. GRPO on hand-worked numbers (no std, no |o_i|, no KL), the diff to grpo.py, and a whole run."""
-import math
 import subprocess
 
 import pytest
@@ -21,8 +20,6 @@ def test_advantages_by_hand():
     """Rewards 1 0 0 0: mean .25. Rewards 1 1 0 0: mean .5. There is no std to divide by."""
     torch.testing.assert_close(dr_grpo.group_advantages(torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0]])),
                                torch.tensor([[0.75, -0.25, -0.25, -0.25], [0.5, 0.5, -0.5, -0.5]]))
-    assert (dr_grpo.group_advantages(torch.full((2, 7), 0.1)) == 0).all()
-    assert (dr_grpo.group_advantages(torch.ones(2, 1)) == 0).all()
 
 
 def test_a_long_wrong_answer_is_not_forgiven():
@@ -39,13 +36,6 @@ def test_the_loss_is_grpos_without_kl():
     advantages, weights = torch.randn(3), torch.rand(3, 5)
     torch.testing.assert_close(dr_grpo.dr_grpo_loss(logprobs, old_logprobs, advantages, weights, 0.2),
                                grpo.grpo_loss(logprobs, old_logprobs, None, advantages, weights, 0.2, 0.0))
-
-
-def test_gradients_flow_into_the_log_probs_alone():
-    tensors = [torch.randn(3, 5, requires_grad=True) for _ in range(2)]
-    advantages = torch.randn(3, requires_grad=True)
-    dr_grpo.dr_grpo_loss(*tensors, advantages, torch.rand(3, 5), 0.2)[0].backward()
-    assert tensors[0].grad.any() and all(x.grad is None for x in (*tensors[1:], advantages))
 
 
 @pytest.mark.parametrize("max_tokens", [1, 100, 100_000])
@@ -102,17 +92,3 @@ def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
         assert "kl" not in step.metrics and rollout.lengths.max() < 40
     assert_same_weights(tmp_path / "run", policy)
     assert any(step.metrics["clip_fraction"] > 0 for step in steps)  # ε was small enough to clip
-
-
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e38])
-def test_nothing_under_the_mask_matters(garbage):
-    weights = torch.tensor([[0.5, 0.0], [0.0, 0.0]])
-    results = []
-    for fill in (0.0, garbage):
-        logprobs = torch.tensor([[-1.0, fill], [fill, fill]], requires_grad=True)
-        old_logprobs = torch.tensor([[-1.1, fill], [fill, fill]])
-        advantages = torch.tensor([2.0, fill])  # the second completion has no tokens
-        loss, stats = dr_grpo.dr_grpo_loss(logprobs, old_logprobs, advantages, weights, 0.2)
-        loss.backward()
-        results.append((loss.detach(), logprobs.grad, stats["clip_fraction"]))
-    assert all(map(torch.equal, *results))

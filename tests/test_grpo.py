@@ -25,12 +25,6 @@ def test_advantages_by_hand():
                                torch.tensor([[-1.0, 1]]) / 2 ** .5)
 
 
-@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -3.3333333, 1e6])
-def test_equal_rewards_give_exactly_zero(reward):
-    assert (grpo.group_advantages(torch.full((3, 7), reward)) == 0).all()
-    assert (grpo.group_advantages(torch.full((3, 1), reward)) == 0).all()  # a group of one
-
-
 def test_each_group_is_its_own_scale():
     """Other groups do not matter, and neither does adding a constant to all rewards or scaling them."""
     rewards = torch.rand(5, 8)
@@ -45,26 +39,6 @@ def test_weights_are_a_mean_over_tokens_then_over_completions():
     """Three completions of 1, 2 and 0 tokens: 1/3 for the first's token, 1/6 for each of the second's; no NaN."""
     mask = torch.tensor([[1, 0], [1, 1], [0, 0]]).bool()
     torch.testing.assert_close(grpo.token_weights(mask, 3), torch.tensor([[1 / 3, 0], [1 / 6, 1 / 6], [0, 0]]))
-
-
-@pytest.mark.parametrize("ratio, advantage, value, slope", [
-    (1.00, 1.0, 1.00, 1.00),
-    (1.10, 1.0, 1.10, 1.10),
-    (1.35, 1.0, 1.20, 0.00),     # clipped: counts as 1.2·Â, and is pushed up no further
-    (0.50, 1.0, 0.50, 0.50),     # a good token that became rarer is pushed back up
-    (0.50, -1.0, -0.80, 0.00),   # clipped: a bad token that became rarer is pushed down no further
-    (1.35, -1.0, -1.35, -1.35),  # a bad token that became more likely is pushed back down,
-    (5.00, -1.0, -5.00, -5.00),  # however far it went: there is no dual clip
-    (1e6, -1.0, -1e6, -1e6)])
-def test_the_clipped_surrogate_by_hand(ratio, advantage, value, slope):
-    """ε = .2: min(ρÂ, clip(ρ, .8, 1.2)Â). Its derivative in log π is ρÂ, or 0 where the clipped term is the smaller."""
-    logprobs = torch.tensor([[math.log(ratio) - 2.0]], requires_grad=True)
-    loss, stats = grpo.grpo_loss(logprobs, torch.tensor([[-2.0]]), None, torch.tensor([advantage]),
-                                 torch.ones(1, 1), 0.2, 0.0)
-    loss.backward()
-    assert loss.item() == pytest.approx(-value, rel=1e-5)
-    assert logprobs.grad.item() == pytest.approx(-slope, rel=1e-5)
-    assert stats["clip_fraction"] == (slope == 0)
 
 
 @pytest.mark.parametrize("ref_logprob, value, slope", [

@@ -157,25 +157,6 @@ def test_weights_are_a_mean_over_all_tokens():
     assert (ppo.token_weights(mask & False, 0) == 0).all()
 
 
-@pytest.mark.parametrize("ratio, advantage, value, slope", [
-    (1.00, 1.0, 1.00, 1.00),
-    (1.10, 1.0, 1.10, 1.10),
-    (1.35, 1.0, 1.20, 0.00),     # clipped: counts as 1.2·Â, and is pushed up no further
-    (0.50, 1.0, 0.50, 0.50),     # a good token that became rarer is pushed back up
-    (0.50, -1.0, -0.80, 0.00),   # clipped: a bad token that became rarer is pushed down no further
-    (1.35, -1.0, -1.35, -1.35),  # a bad token that became more likely is pushed back down,
-    (5.00, -1.0, -5.00, -5.00),  # however far it went: there is no dual clip
-    (1e6, -1.0, -1e6, -1e6)])
-def test_the_clipped_surrogate_by_hand(ratio, advantage, value, slope):
-    """ε = .2: min(ρÂ, clip(ρ, .8, 1.2)Â). Its derivative in log π is ρÂ, or 0 where the clipped term is the smaller."""
-    logprobs = torch.tensor([[math.log(ratio) - 2.0]], requires_grad=True)
-    loss, stats = ppo.ppo_loss(logprobs, torch.tensor([[-2.0]]), torch.tensor([[advantage]]), torch.ones(1, 1), 0.2)
-    loss.backward()
-    assert loss.item() == pytest.approx(-value, rel=1e-5)
-    assert logprobs.grad.item() == pytest.approx(-slope, rel=1e-5)
-    assert stats["clip_fraction"] == (slope == 0)
-
-
 @pytest.mark.parametrize("value, target, loss, slope", [
     (0.1, 1.0, 0.405, -0.9),   # moved less than ε_v: ½·.9²
     (0.5, 1.0, 0.320, 0.0),    # moved too far towards the target: counts as V = .2, ½·.8², without gradient
@@ -220,15 +201,6 @@ def test_gradients_flow_into_the_log_probs_and_the_values_alone():
     ppo.value_loss(*tensors[3:], torch.rand(3, 5), 0.2)[0].backward()
     assert tensors[0].grad.any() and tensors[3].grad.any()
     assert all(tensors[i].grad is None for i in (1, 2, 4, 5))
-
-
-@pytest.mark.parametrize("difference", [-5000.0, 5000.0])
-@pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_huge_log_ratios_stay_finite(difference, advantage):
-    logprobs = torch.tensor([[difference]], requires_grad=True)
-    loss, _ = ppo.ppo_loss(logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), torch.ones(1, 1), 0.2)
-    loss.backward()
-    assert loss.isfinite() and logprobs.grad.isfinite().all()
 
 
 def test_explained_variance_by_hand():

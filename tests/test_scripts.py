@@ -1,6 +1,7 @@
-"""What the scripts' loops have in common: weights, finite losses, temperature, log, final evaluation."""
+"""What the scripts have in common: the clip, advantages, weights, finite losses, temperature, log, final evaluation."""
 import importlib
 import json
+import math
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ from helpers import (assert_metrics, few_pairs, few_problems, is_right, load_tin
 
 GROUP_SCRIPTS = ["grpo", "dapo", "dr_grpo"]
 SCRIPTS = [*GROUP_SCRIPTS, "ppo", "dpo", "reward_model"]
+LOSSES = {  # of (logprobs, old_logprobs, advantages [N], weights), without KL
+    "grpo": lambda *a: grpo.grpo_loss(*a[:2], None, *a[2:], 0.2, 0.0), "dapo": lambda *a: dapo.dapo_loss(*a, 0.2, 0.28),
+    "dr_grpo": lambda *a: dr_grpo.dr_grpo_loss(*a, 0.2),
+    "ppo": lambda *a: ppo.ppo_loss(*a[:2], a[2][:, None], a[3], 0.2)}
 
 
 def small(script, folder, size: int) -> list:
@@ -36,9 +41,27 @@ def test_the_weights_of_a_part_are_that_part_of_the_weights(weights, total):
     assert weights(mask).sum() == pytest.approx(total)
 
 
-@pytest.mark.parametrize("loss", [
-    lambda *a: grpo.grpo_loss(*a[:2], None, *a[2:], 0.2, 0.0), lambda *a: dapo.dapo_loss(*a, 0.2, 0.28),
-    lambda *a: dr_grpo.dr_grpo_loss(*a, 0.2), lambda *a: ppo.ppo_loss(*a[:2], a[2][:, None], a[3], 0.2)])
+@pytest.mark.parametrize("ratio, advantage, value, slope", [
+    (1.00, 1.0, 1.00, 1.00),
+    (1.10, 1.0, 1.10, 1.10),
+    (1.35, 1.0, 1.20, 0.00),     # clipped: counts as 1.2·Â, and is pushed up no further
+    (0.50, 1.0, 0.50, 0.50),     # a good token that became rarer is pushed back up
+    (0.50, -1.0, -0.80, 0.00),   # clipped: a bad token that became rarer is pushed down no further
+    (1.35, -1.0, -1.35, -1.35),  # a bad token that became more likely is pushed back down,
+    (5.00, -1.0, -5.00, -5.00),  # however far it went: there is no dual clip
+    (1e6, -1.0, -1e6, -1e6)])
+@pytest.mark.parametrize("script", ["grpo", "dr_grpo", "ppo"])
+def test_the_clipped_surrogate_by_hand(script, ratio, advantage, value, slope):
+    """ε = .2: min(ρÂ, clip(ρ, .8, 1.2)Â). Its derivative in log π is ρÂ, or 0 where the clipped term is the smaller."""
+    logprobs = torch.tensor([[math.log(ratio) - 2.0]], requires_grad=True)
+    loss, stats = LOSSES[script](logprobs, torch.tensor([[-2.0]]), torch.tensor([advantage]), torch.ones(1, 1))
+    loss.backward()
+    assert loss.item() == pytest.approx(-value, rel=1e-5)
+    assert logprobs.grad.item() == pytest.approx(-slope, rel=1e-5)
+    assert stats["clip_fraction"] == (slope == 0)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values())
 @pytest.mark.parametrize("difference", [-5000.0, 5000.0])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
 def test_huge_log_ratios_stay_finite(loss, difference, advantage):
@@ -48,15 +71,43 @@ def test_huge_log_ratios_stay_finite(loss, difference, advantage):
     assert value.isfinite() and logprobs.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("loss", [
-    lambda *a: grpo.grpo_loss(*a[:2], None, *a[2:], 0.2, 0.0), lambda *a: dapo.dapo_loss(*a, 0.2, 0.28),
-    lambda *a: dr_grpo.dr_grpo_loss(*a, 0.2)])
-def test_a_column_of_advantages_is_read_as_one_per_row(loss):
+@pytest.mark.parametrize("loss", LOSSES.values())
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e38])
+def test_nothing_under_the_mask_matters(loss, garbage):
+    weights = torch.tensor([[0.5, 0.0], [0.0, 0.0]])
+    results = []
+    for fill in (0.0, garbage):
+        logprobs = torch.tensor([[-1.0, fill], [fill, fill]], requires_grad=True)
+        old_logprobs = torch.tensor([[-1.1, fill], [fill, fill]])
+        value, stats = loss(logprobs, old_logprobs, torch.tensor([2.0, fill]), weights)  # the second has no tokens
+        value.backward()
+        results.append((value.detach(), logprobs.grad, stats["clip_fraction"]))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("loss", LOSSES.values())
+def test_gradients_flow_into_the_log_probs_alone(loss):
+    logprobs, *others = (torch.randn(*size, requires_grad=True) for size in ((3, 5), (3, 5), (3,)))
+    loss(logprobs, *others, torch.rand(3, 5))[0].backward()
+    assert logprobs.grad.any() and all(x.grad is None for x in others)
+
+
+@pytest.mark.parametrize("script", GROUP_SCRIPTS)
+def test_a_column_of_advantages_is_read_as_one_per_row(script):
     """[N, 1] would otherwise broadcast to [N, N, T], whose advantages sum to 0: nothing would be learned."""
     logprobs, weights = torch.zeros(2, 3, requires_grad=True), torch.full((2, 3), 1 / 6)
     for advantages in (torch.tensor([1.0, -1.0]), torch.tensor([[1.0], [-1.0]])):
-        gradient, = torch.autograd.grad(loss(logprobs, logprobs.detach(), advantages, weights)[0], logprobs)
+        loss, _ = LOSSES[script](logprobs, logprobs.detach(), advantages, weights)
+        gradient, = torch.autograd.grad(loss, logprobs)
         torch.testing.assert_close(gradient, torch.tensor([[-1 / 6] * 3, [1 / 6] * 3]))
+
+
+@pytest.mark.parametrize("script", GROUP_SCRIPTS)
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -3.3333333, 1e6])
+def test_equal_rewards_give_exactly_zero(script, reward):
+    group_advantages = importlib.import_module(script).group_advantages
+    assert (group_advantages(torch.full((3, 7), reward)) == 0).all()
+    assert (group_advantages(torch.full((3, 1), reward)) == 0).all()  # a group of one
 
 
 @pytest.mark.parametrize("script", GROUP_SCRIPTS)
