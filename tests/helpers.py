@@ -351,6 +351,17 @@ def is_right(rollout, i: int) -> bool:
     return answers[-1:] == [str(sum(map(int, prompt.removesuffix("=?").split("+"))))]
 
 
+def assert_same_gradient(models, ours, plain, atol: float = 1e-5) -> None:
+    """Check that the backward passes of `ours()` and of `plain()` leave the same gradients in the models."""
+    gradients = []
+    for add_losses in (ours, plain):
+        for model in models:
+            model.zero_grad()
+        add_losses()
+        gradients.append([p.grad for model in models for p in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=atol)
+
+
 def plain_update(optimizer, loss, lr: float, max_grad_norm: float) -> dict[str, float]:
     """Backward, clip, step -> what `Run.optimizer_step` returns, with the gradient norm before clipping."""
     [group] = optimizer.param_groups

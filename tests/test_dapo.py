@@ -10,8 +10,9 @@ import torch
 import common
 import dapo
 import grpo
-from helpers import (ROOT, assert_metrics, assert_same_weights, begin_with, few_problems, is_right, load_tiny_model,
-                     plain_finished, plain_logprobs, plain_update, random_model, read_metrics, record_run, run_script)
+from helpers import (ROOT, assert_metrics, assert_same_gradient, assert_same_weights, begin_with, few_problems,
+                     is_right, load_tiny_model, plain_finished, plain_logprobs, plain_update, random_model,
+                     read_metrics, record_run, run_script)
 
 
 def test_the_diff_to_grpo_is_short():
@@ -96,11 +97,6 @@ def test_any_micro_batch_size_gives_the_same_gradient(average, max_tokens):
     else:
         weights = dapo.unit_token_weights(rollout.mask, len(units[0]), 8)
 
-    def gradient(add_losses):
-        model.zero_grad()
-        add_losses()
-        return torch.cat([p.grad.flatten() for p in model.parameters()])
-
     def in_micro_batches():
         for rows, input_ids, attention_mask, T in common.micro_batches(rollout, list(range(8)), max_tokens):
             logprobs, _ = common.token_logprobs(model, input_ids, attention_mask, T)
@@ -116,7 +112,7 @@ def test_any_micro_batch_size_gives_the_same_gradient(average, max_tokens):
                 losses.append(-ratio * advantages[i])
             (torch.cat(losses).mean() / len(units)).backward()
 
-    torch.testing.assert_close(gradient(in_micro_batches), gradient(by_definition), rtol=1e-3, atol=1e-5)
+    assert_same_gradient([model], in_micro_batches, by_definition)
 
 
 # -------------------------------------------------------------------------------------------- overlong punishment

@@ -11,9 +11,9 @@ import torch
 
 import common
 import dpo
-from helpers import (ROOT, assert_metrics, assert_same_weights, begin_with, beside, distributions, is_right,
-                     load_tiny_model, plain_logprobs, plain_update, random_model, read_metrics, record_run, run_script,
-                     save)
+from helpers import (ROOT, assert_metrics, assert_same_gradient, assert_same_weights, begin_with, beside, distributions,
+                     is_right, load_tiny_model, plain_logprobs, plain_update, random_model, read_metrics, record_run,
+                     run_script, save)
 
 
 def test_the_loss_is_ln_2_at_the_start_and_by_hand():
@@ -71,11 +71,6 @@ def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
     batch, blocks, _ = common.collate_preferences(pairs, tokenizer.pad_token_id, "cpu")
     references = torch.randn(6)
 
-    def gradient(add_losses):
-        model.zero_grad()
-        add_losses()
-        return torch.cat([p.grad.flatten() for p in model.parameters()])
-
     def in_micro_batches():
         for rows, input_ids, attention_mask, T in common.micro_batches(batch, blocks, max_tokens):
             logprobs = common.token_logprobs(model, input_ids, attention_mask, T, 1.0)[0].sum(dim=1)
@@ -90,7 +85,7 @@ def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
             h = 0.1 * (chosen - references[2 * i] - rejected + references[2 * i + 1])
             (-torch.nn.functional.logsigmoid(h) / 3).backward()  # eq. 7
 
-    torch.testing.assert_close(gradient(in_micro_batches), gradient(by_definition), rtol=1e-3, atol=1e-5)
+    assert_same_gradient([model], in_micro_batches, by_definition)
 
 
 @pytest.mark.parametrize("reference_free", [False, True])

@@ -7,8 +7,9 @@ import torch
 
 import common
 import grpo
-from helpers import (ROOT, assert_metrics, assert_same_weights, begin_with, is_right, load_tiny_model, plain_entropies,
-                     plain_finished, plain_logprobs, plain_update, random_model, read_metrics, record_run, run_script)
+from helpers import (ROOT, assert_metrics, assert_same_gradient, assert_same_weights, begin_with, is_right,
+                     load_tiny_model, plain_entropies, plain_finished, plain_logprobs, plain_update, random_model,
+                     read_metrics, record_run, run_script)
 
 
 # ---------------------------------------------------------------------------------------------------- advantages
@@ -128,11 +129,6 @@ def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
     ref_logprobs = torch.randn(12, T) - 3
     weights = grpo.token_weights(rollout.mask, 12)
 
-    def gradient(add_losses):
-        model.zero_grad()
-        add_losses()
-        return torch.cat([p.grad.flatten() for p in model.parameters()])
-
     def in_micro_batches():
         for rows, input_ids, attention_mask, T in common.micro_batches(rollout, list(range(12)), max_tokens):
             logprobs, _ = common.token_logprobs(model, input_ids, attention_mask, T)
@@ -146,7 +142,7 @@ def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
             objective = (logprobs - logprobs.detach()).exp() * advantages[i] - 0.04 * (log_ref.exp() - log_ref - 1)
             (-objective.mean() / 12).backward()
 
-    torch.testing.assert_close(gradient(in_micro_batches), gradient(by_definition), rtol=1e-3, atol=1e-5)
+    assert_same_gradient([model], in_micro_batches, by_definition)
 
 
 # ---------------------------------------------------------------------------------------------------- whole runs

@@ -13,9 +13,9 @@ from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassificati
 
 import common
 import ppo
-from helpers import (assert_metrics, assert_same_weights, begin_with, few_problems, is_right, load_tiny_model,
-                     plain_entropies, plain_finished, plain_logprobs, plain_update, random_model, read_metrics,
-                     record_run, row_alone, run_script, save)
+from helpers import (assert_metrics, assert_same_gradient, assert_same_weights, begin_with, few_problems, is_right,
+                     load_tiny_model, plain_entropies, plain_finished, plain_logprobs, plain_update, random_model,
+                     read_metrics, record_run, row_alone, run_script, save)
 
 LENGTHS = [6, 3, 1, 0]  # from the full width to a completion without tokens
 MASK = torch.arange(6) < torch.tensor(LENGTHS)[:, None]
@@ -299,13 +299,6 @@ def test_any_micro_batch_size_gives_the_same_gradients(max_tokens):
     advantages, returns, old_values = torch.randn(shape), torch.randn(shape), torch.randn(shape)
     weights = ppo.token_weights(rollout.mask, rollout.mask.sum())
 
-    def gradients(add_losses):
-        policy.zero_grad()
-        critic.zero_grad()
-        add_losses()
-        return [torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-                for model in (policy, critic)]
-
     def in_micro_batches():
         for rows, input_ids, attention_mask, T in common.micro_batches(rollout, range(12), max_tokens):
             logprobs, _ = common.token_logprobs(policy, input_ids, attention_mask, T)
@@ -323,8 +316,7 @@ def test_any_micro_batch_size_gives_the_same_gradients(max_tokens):
             clipped = old + (values - old).clamp(-0.2, 0.2)
             (torch.max((values - target) ** 2, (clipped - target) ** 2).sum() / 2 / total).backward()
 
-    for ours, expected in zip(gradients(in_micro_batches), gradients(by_definition)):
-        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
+    assert_same_gradient([policy, critic], in_micro_batches, by_definition)
 
 
 # -------------------------------------------------------------------------------------------------- reward models
