@@ -180,8 +180,7 @@ def parse_config(Config, args: list[str]):
     if unknown:
         if re.fullmatch(r"[^-].*\.(ya?ml|json)", unknown[0]):
             raise UserError(f"{unknown[0]}: a file of flags has to come first")
-        names = [setting.name for setting in fields(Config)]
-        nearest = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), names, n=1)
+        nearest = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), vars(cfg), n=1)
         advice = f", did you mean --{nearest[0]}?" if nearest else "; see --help"
         raise UserError(f"unknown flag {unknown[0]}{advice}")
     return cfg
@@ -976,8 +975,7 @@ class Shuffled:
         """The next `count` items; the same on every rank."""
         places = [divmod(p, len(self.items)) for p in range(self.position, self.position + count)]
         self.position += count
-        orders = {epoch: self.order(epoch) for epoch in {epoch for epoch, _ in places}}
-        return [self.items[orders[epoch][i]] for epoch, i in places]
+        return [self.items[self.order(epoch)[i]] for epoch, i in places]
 
     def first(self, count: int) -> list:
         """The distinct ones among the first `count` items, without moving on."""
