@@ -701,6 +701,8 @@ def read_rows(data: str, split: str) -> list[tuple[dict, str]]:
         with one_line_errors(f"{data}: no such file, and no hub dataset that loads (those need pip install datasets)"):
             import datasets
             rows = list(datasets.load_dataset(name, config, split=own_split or ("test" if split == "eval" else split)))
+            if not rows:
+                raise UserError(f"{data}: no rows")
     return [(row, f"{data} row {i}") for i, row in enumerate(rows, 1)]
 
 
@@ -946,12 +948,16 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
             problem.opening = "<think>"
     limit = min(cfg.max_prompt_tokens, tokenizer.model_max_length - getattr(cfg, "max_new_tokens", 1))
     kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= limit]
-    unfit = (f"are empty or longer than {limit} tokens (--max_prompt_tokens, or what the context leaves beside "
-             "completions)")
-    if problems and not kept:
-        raise UserError(f"{what}: no rows left: all prompts {unfit}")
-    if len(kept) < len(problems):
-        say(f"{what}: left out {len(problems) - len(kept)} of {len(problems)} prompts that {unfit}")
+    return say_left_out(what, problems, kept, f"prompts that are empty or longer than {limit} tokens "
+                        "(--max_prompt_tokens, or what the context leaves beside completions)")
+
+
+def say_left_out(what: str, rows: list, kept: list, which: str) -> list:
+    """Say how many of the rows are left out, and which, and return those that are kept. UserError if none is."""
+    if not kept and rows:
+        raise UserError(f"{what}: no rows left: it has only {which}")
+    if len(kept) < len(rows):
+        say(f"{what}: left out {len(rows) - len(kept)} of {len(rows)} {which}")
     return kept
 
 
@@ -1039,12 +1045,7 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
             preferences.append(read_preference(row))
         except ValueError as error:
             raise UserError(f"{place}: {error}") from None
-    kept = [preference for preference in preferences if preference]
-    if not kept:
-        raise UserError(f"{data}: no rows left: the answers of each are equal or tie")
-    if left_out := len(preferences) - len(kept):
-        say(f"{data}: left out {left_out} of {len(preferences)} rows whose answers are equal or tie")
-    return kept
+    return say_left_out(data, preferences, [p for p in preferences if p], "rows whose answers are equal or tie")
 
 
 def read_preference(row: dict) -> Preference | None:
@@ -1121,11 +1122,7 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
     if cut:
         say(f"{what}: cut {cut} of {len(given)} answers, at --max_completion_tokens or where the context ends")
     differ = [preference for preference in kept if preference.pairs]
-    if kept and not differ:
-        raise UserError(f"{what}: no rows left: as tokens, all answers of a row are equal (--max_completion_tokens?)")
-    if len(differ) < len(kept):
-        say(f"{what}: left out {len(kept) - len(differ)} of {len(kept)} rows whose answers are equal as tokens")
-    return differ
+    return say_left_out(what, kept, differ, "rows whose answers are equal as tokens (--max_completion_tokens?)")
 
 
 def collate_preferences(preferences: list[Preference], pad_id: int, device):

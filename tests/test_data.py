@@ -350,6 +350,9 @@ def test_the_split_of_a_hub_dataset(monkeypatch):
             common.read_rows(data, split)
     assert asked == [("some/set", None, "train"), ("some/set", None, "test"), ("some/set", "main", "train"),
                      ("some/set", "main", "test"), *[("some/set", "main", "validation")] * 2]
+    monkeypatch.setattr(sys.modules["datasets"], "load_dataset", lambda *args, **split: [])
+    with pytest.raises(common.UserError, match="some/set: no rows"):
+        common.read_rows("some/set", "train")
 
 
 def test_the_first_of_several_fields_counts(tmp_path):
