@@ -1194,11 +1194,12 @@ def test_one_row_always_fits(monkeypatch):
 # -------------------------------------------------------------------------------------------------------- models
 
 def test_dropout_is_off_and_the_dtype_is_kept(tmp_path):
-    """With GPT-2's dropout, the policy that is scored would not be the policy that sampled."""
+    """With dropout, the policy that is scored would not be the policy that sampled. GPT-2's rates have other names."""
     model, tokenizer = random_model("GPT2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     policy = common.load_model(str(tmp_path), torch.device("cpu"))
     assert not policy.training and policy.dtype == torch.float32
+    assert {module.p for module in policy.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
     arguments = (*batch_of_three(tokenizer)[:2], 8)
     assert torch.equal(common.token_logprobs(policy, *arguments)[0], common.token_logprobs(policy, *arguments)[0])
     common.save_model(policy, tokenizer, tmp_path / "saved")
