@@ -601,7 +601,10 @@ def test_values_may_be_narrower_than_keys():
     assert rollout.input_ids[0, :n].tolist() == expected[0, :n].tolist()
 
 
-def test_rows_fit_where_they_take_half_of_the_free_memory(monkeypatch):
+@pytest.mark.parametrize("head_dim, attention, numbers", [
+    (8, "sdpa", 1024 + 480 + 25), (16, "sdpa", 2048 + 480 + 25),
+    (8, "eager", 1024 + 480 + 25 * 3 * 4)])  # three copies of the scores of 4 heads
+def test_rows_fit_where_they_take_half_of_the_free_memory(head_dim, attention, numbers, monkeypatch):
     """A row with L = 10, T = 6 and G = 4 takes, in numbers of 4 bytes,
 
     1,024 for keys and values: 2 of them, 2 layers, 2 heads of 8, 16 tokens;
@@ -610,8 +613,9 @@ def test_rows_fit_where_they_take_half_of_the_free_memory(monkeypatch):
 
     Each logit takes 12 bytes. A quarter of the machine's memory counts as free, hence 4 · 2 · 100 times a row.
     """
-    model, _ = random_model("Qwen2")
-    memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * ((1024 + 480 + 25) * 4 + 12 * model.config.vocab_size)}
+    model, _ = random_model("Qwen2") if head_dim == 8 else random_model("Qwen3", head_dim=head_dim)
+    model.config._attn_implementation = attention
+    memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * (numbers * 4 + 12 * model.config.vocab_size)}
     monkeypatch.setattr(common.os, "sysconf", memory.get)
     assert common.rows_that_fit(model, 10, 6, 4) == 100
 
@@ -995,21 +999,15 @@ def test_a_cache_that_is_called_cache():
     assert torch.equal(common.sample(model, tokenizer, [[7, 8, 9]], 1, 8, greedy=True).input_ids, expected.input_ids)
 
 
-def test_for_token_ids_a_tokenizer_needs_only_its_ends_and_decoding():
-    """bench.py passes no more."""
+def test_token_ids_may_be_a_tensor_and_need_of_a_tokenizer_only_its_ends_and_decoding():
+    """A tokenizer returns such a tensor under input_ids. bench.py passes no more than this of a tokenizer."""
     model, tokenizer = random_model("Qwen2")
     least = SimpleNamespace(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
                             decode=tokenizer.decode)
-    rollouts = [common.sample(model, t, [[7, 8, 9]], 1, 8, greedy=True) for t in (least, tokenizer)]
-    assert torch.equal(*(rollout.input_ids for rollout in rollouts))
-
-
-def test_token_ids_may_be_a_tensor():
-    """As a tokenizer returns them under input_ids."""
-    model, tokenizer = random_model("Qwen2")
     prompts = [[7, 8, 9], [7, 8, 10]]
-    rollouts = [common.sample(model, tokenizer, ids, 1, 8, greedy=True) for ids in (prompts, torch.tensor(prompts))]
-    assert torch.equal(*(rollout.input_ids for rollout in rollouts))
+    expected, *others = (common.sample(model, t, ids, 1, 8, greedy=True).input_ids for t, ids in (
+        (tokenizer, prompts), (tokenizer, torch.tensor(prompts)), (least, prompts)))
+    assert all(torch.equal(ids, expected) for ids in others)
 
 
 def test_what_a_tokenizer_returns_is_no_prompt():
@@ -1167,22 +1165,6 @@ def test_no_draw_beyond_the_last_token():
     logits[:, 512:] = -math.inf
     uniforms = torch.full((4000,), 1 - 2 ** -53, dtype=torch.float64)
     assert (picked(logits, uniforms) < 512).all()
-
-
-def test_rows_fit_by_the_models_head_width(monkeypatch):
-    model, _ = random_model("Qwen3", head_dim=16)
-    memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * ((2048 + 480 + 25) * 4 + 12 * model.config.vocab_size)}
-    monkeypatch.setattr(common.os, "sysconf", memory.get)
-    assert common.rows_that_fit(model, 10, 6, 4) == 100
-
-
-def test_rows_fit_with_the_scores_of_eager_attention(monkeypatch):
-    model, _ = random_model("Qwen2")
-    model.config._attn_implementation = "eager"
-    row = (1024 + 480 + 25 * 3 * 4) * 4 + 12 * model.config.vocab_size  # three copies of the scores of 4 heads
-    memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 2 * 100 * row}
-    monkeypatch.setattr(common.os, "sysconf", memory.get)
-    assert common.rows_that_fit(model, 10, 6, 4) == 100
 
 
 def test_one_row_always_fits(monkeypatch):
