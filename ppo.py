@@ -185,12 +185,9 @@ def adapted_kl_coef(kl_coef: float, kl: float, target: float) -> float:
 
 def check(cfg: Config) -> None:
     """Refuse what common.LIMITS cannot: values of --missing_eos_score, and --kl_target without a KL."""
-    try:
-        valid = cfg.missing_eos_score == "none" or math.isfinite(float(cfg.missing_eos_score))
-    except ValueError:
-        valid = False
-    if not valid:
-        raise common.UserError(f"--missing_eos_score {cfg.missing_eos_score}: want a number or none")
+    with common.one_line_errors(f"--missing_eos_score {cfg.missing_eos_score}: want a number or none"):
+        if cfg.missing_eos_score != "none" and not math.isfinite(float(cfg.missing_eos_score)):
+            raise ValueError("not finite")
     if cfg.kl_target > 0 and cfg.kl_coef == 0:
         raise common.UserError("--kl_target: needs a --kl_coef above 0 to begin with")
 
