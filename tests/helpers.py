@@ -27,36 +27,26 @@ aten = torch.ops.aten
 ROOT = Path(__file__).parent.parent
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              max_position_embeddings=256)
+MORE_SIZES = {
+    "Gemma2": dict(head_dim=8), "Lfm2": dict(layer_types=["conv", "full_attention"]),
+    "Qwen3_5Text": dict(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, head_dim=8,
+                        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8),
+    "Gemma4Text": dict(head_dim=8, global_head_dim=16, layer_types=["sliding_attention", "full_attention"],
+                       hidden_size_per_layer_input=8, vocab_size_per_layer_input=len(common.TINY_VOCABULARY)),
+    "Llama4Text": dict(head_dim=8, intermediate_size_mlp=64, num_local_experts=2),
+    "FalconH1": dict(mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8),
+    "RecurrentGemma": dict(num_key_value_heads=1, block_types=("recurrent", "attention"))}
+OTHER_SIZES = {  # of architectures that have other names for them
+    **dict.fromkeys(("GPT2", "OpenAIGPT"), dict(n_embd=32, n_layer=2, n_head=4, n_positions=256)),
+    "GPTNeoX": {name: size for name, size in SIZES.items() if name != "num_key_value_heads"},
+    "GPTNeo": dict(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]),
+    "Mamba": dict(hidden_size=32, num_hidden_layers=2, time_step_rank=2)}
 
 
 def random_model(architecture: str, seed: int = 0, **changes):
     """A two-layer model with random weights and the tiny model's vocabulary -> (model, tokenizer)."""
     tokenizer = common.tiny_tokenizer()
-    sizes = dict(SIZES)
-    if architecture in ("GPT2", "OpenAIGPT"):
-        sizes = dict(n_embd=32, n_layer=2, n_head=4, n_positions=256)
-    if architecture == "Gemma2":
-        sizes["head_dim"] = 8
-    if architecture == "GPTNeoX":
-        sizes.pop("num_key_value_heads")
-    if architecture == "GPTNeo":
-        sizes = dict(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]])
-    if architecture == "Lfm2":
-        sizes["layer_types"] = ["conv", "full_attention"]
-    if architecture == "Qwen3_5Text":
-        sizes.update(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, head_dim=8,
-                     linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)
-    if architecture == "Mamba":
-        sizes = dict(hidden_size=32, num_hidden_layers=2, time_step_rank=2)
-    if architecture == "Gemma4Text":
-        sizes.update(head_dim=8, global_head_dim=16, layer_types=["sliding_attention", "full_attention"],
-                     hidden_size_per_layer_input=8, vocab_size_per_layer_input=len(tokenizer))
-    if architecture == "Llama4Text":
-        sizes.update(head_dim=8, intermediate_size_mlp=64, num_local_experts=2)
-    if architecture == "FalconH1":
-        sizes.update(mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8)
-    if architecture == "RecurrentGemma":
-        sizes.update(num_key_value_heads=1, block_types=("recurrent", "attention"))
+    sizes = OTHER_SIZES.get(architecture, SIZES | MORE_SIZES.get(architecture, {}))
     config_class = getattr(transformers, architecture + "Config")
     config = config_class(pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
                           eos_token_id=tokenizer.eos_token_id, **{"vocab_size": len(tokenizer), **sizes, **changes})
