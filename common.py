@@ -2087,8 +2087,7 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def make_optimizer(model, cfg, betas=(0.9, 0.999)):
     """(AdamW, learning-rate schedule) for a model. Also applies --freeze_layers and --gradient_checkpointing to it."""
     layers = decoder_layers(model)
-    for layer in layers[:int(cfg.freeze_layers * len(layers))]:
-        layer.requires_grad_(False)
+    layers[:int(cfg.freeze_layers * len(layers))].requires_grad_(False)
     if cfg.gradient_checkpointing:  # before transformers 5.23 it has only its second name
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         with one_line_errors("--gradient_checkpointing"):  # some architectures lack it
