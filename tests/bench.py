@@ -19,6 +19,7 @@ the same process; for a rollout on CUDA, the time to read the weights and the KV
 """
 import argparse
 import collections
+import contextlib
 import importlib.util
 import json
 import os
@@ -285,11 +286,9 @@ def run_script(name: str, flags: list, tick) -> None:
     common.Run.end_step = hooked
     with tempfile.TemporaryDirectory() as folder:
         sys.argv[0] = f"{name}.py"
-        try:
-            forever = [text for flag in ("--steps", "--save_every", "--eval_every") for text in (flag, "100000")]
+        forever = [text for flag in ("--steps", "--save_every", "--eval_every") for text in (flag, "100000")]
+        with contextlib.suppress(Enough):
             script.main(common.parse_config(script.Config, [*flags, "--output_dir", folder, *forever]))
-        except Enough:
-            pass
 
 
 def script_flags(args, group: bool = True) -> list[str]:
@@ -421,12 +420,11 @@ def memory(args) -> dict:
 
 # ------------------------------------------------------------------------------------------------------------- TRL
 
-def trl_arguments(args, folder: str, **more) -> dict:
-    return dict(output_dir=folder, max_steps=100_000, learning_rate=1e-4, lr_scheduler_type="constant",
+def trl_arguments(args, **more) -> dict:
+    return dict(output_dir=tempfile.mkdtemp(), max_steps=100_000, learning_rate=1e-4, lr_scheduler_type="constant",
                 max_grad_norm=1.0, optim="adamw_torch_fused", gradient_checkpointing=False, bf16=args.device == "cuda",
-                report_to="none",
-                use_cpu=args.device == "cpu", logging_strategy="no", save_strategy="no", disable_tqdm=True,
-                dataloader_pin_memory=args.device == "cuda", **more)
+                report_to="none", use_cpu=args.device == "cpu", logging_strategy="no", save_strategy="no",
+                disable_tqdm=True, dataloader_pin_memory=args.device == "cuda", **more)
 
 
 def pairs_file(tokens: int) -> Path:
@@ -474,10 +472,9 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
 
         def reward(completions, answer, **_):
             return [float(common.is_equivalent(common.extract_answer(c), a)) for c, a in zip(completions, answer)]
-        problems = common.arithmetic_rows(2, "train")
-        kind, extra, data = library.GRPOTrainer, {"reward_funcs": reward}, problems
+        kind, extra, data = library.GRPOTrainer, {"reward_funcs": reward}, common.arithmetic_rows(2, "train")
         config = library.GRPOConfig(**trl_arguments(
-            args, tempfile.mkdtemp(), per_device_train_batch_size=rows // micro_batches,
+            args, per_device_train_batch_size=rows // micro_batches,
             gradient_accumulation_steps=micro_batches, steps_per_generation=minibatches * micro_batches,
             num_iterations=updates, num_generations=args.group, temperature=1.0, loss_type="grpo",
             beta=kl, use_bias_correction_kl=False,  # k3 as in DeepSeekMath, not multiplied by the ratio
@@ -487,7 +484,7 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
         kind, data = PPOTrainer, [{"input_ids": tokenizer(row["prompt"])["input_ids"]}
                                   for row in common.arithmetic_rows(2, "train")]
         config = PPOConfig(**trl_arguments(
-            args, tempfile.mkdtemp(), per_device_train_batch_size=256, num_mini_batches=1, num_ppo_epochs=4,
+            args, per_device_train_batch_size=256, num_mini_batches=1, num_ppo_epochs=4,
             total_episodes=10 ** 6, local_rollout_forward_batch_size=256, num_sample_generations=0, temperature=1.0,
             response_length=40, stop_token="eos"))
         classifier, names = transformers.AutoModelForSequenceClassification, ("value_model", "reward_model")
@@ -501,7 +498,7 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
         rows = max(n for n in (1, 2, 4, 8, 16, 32, 64) if n <= max(1, fit))
         kind = {"dpo": library.DPOTrainer, "reward_model": library.RewardTrainer}[script]
         config = {"dpo": library.DPOConfig, "reward_model": library.RewardConfig}[script](
-            **trl_arguments(args, tempfile.mkdtemp(), per_device_train_batch_size=rows,
+            **trl_arguments(args, per_device_train_batch_size=rows,
                             gradient_accumulation_steps=64 // rows, max_length=None, **more))
     cls = transformers.AutoModelForSequenceClassification if script == "reward_model" else \
         transformers.AutoModelForCausalLM
@@ -509,10 +506,8 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
     model = cls.from_pretrained(directory, dtype=torch.float32, **head)
     trainer = kind(model=model, args=config, train_dataset=Dataset.from_list(data), processing_class=tokenizer,
                    callbacks=[Ticks()], **extra)
-    try:
+    with contextlib.suppress(Enough):
         trainer.train()
-    except Enough:
-        pass
     return clock.result() if tick is None else {}
 
 
