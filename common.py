@@ -476,8 +476,7 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     tokenizer = load_tokenizer(name, cfg.trust_remote_code)
     policy = load_model(name, device, cls=cls, trust_remote_code=cfg.trust_remote_code, **config_changes)
     vocabulary, context = policy.config.get_text_config().vocab_size, context_length(policy)
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= vocabulary:
+    if (largest := max(tokenizer.get_vocab().values())) >= vocabulary:
         raise UserError(f"--model {name}: its tokenizer has ids up to {largest}, its embedding only {vocabulary} rows")
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
