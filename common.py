@@ -814,8 +814,8 @@ def special_tokens(tokenizer) -> tuple[str, ...]:
     return tuple(filter(None, (*tokenizer.all_special_tokens, *added)))
 
 
-# Put before a chat template. Some (Llama 3.2's) write today's date: a run that is resumed tomorrow needs the same one.
-# It is the date that Llama 3.2's writes where it cannot ask for today's.
+# Put before a chat template. Some (Llama 3.2's) ask for today's date, but a run that is resumed tomorrow needs the same
+# prompts. 26 July 2024 is what Llama 3.2's falls back to.
 ONE_DAY = ("{% macro strftime_now(form) %}{{ form.replace('%d', '26').replace('%b', 'Jul').replace('%B', 'July')"
            ".replace('%m', '07').replace('%Y', '2024') }}{% endmacro %}\n")
 
