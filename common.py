@@ -2816,7 +2816,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"°", " "),
     *[(r"\\text\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}", r" \1 ")] * 2,  # \mathbf{5\text{ cm}}
     (r"\{ ?([-+:]) ?\}|(?<=.)\{ ?\}|\\(?:text)?color ?\{\w+\}", r"\1"),
-    (r"\s+", " "), (r"^ |[ .]+$", ""),
+    (r"\s+", " "), (r"^ |[ .]+$", ""), (r"^([A-E]) ?\)$", r"\1"),  # A) is A
     (r"\{([^{}]*)\\(over|choose)(?![a-z])([^{}]*)\}",
      lambda pair: rf"\{'frac' if pair[2] == 'over' else 'binom'}{{{pair[1].strip()}}}{{{pair[3].strip()}}}"),
     # 44 \pmod{83}, 44 (mod 83) and 44 \mod 83 are 44 mod83, 07:30 is 7:30
