@@ -145,7 +145,7 @@ class RunConfig:
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, 1/3 more time")
     freeze_layers: float = flag(0.0, "this share of the layers, from the first, does not train")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag(
-        "constant", "after the warm-up: constant, or down to 0 over the updates that full steps make")
+        "constant", "after the warm-up: constant, or falling to 0 over the updates that full steps make")
     max_bad_steps: int = flag(5, "updates in a row with a non-finite loss or gradient before the run gives up")
 
 
@@ -847,22 +847,25 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
         return "\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages) + "\n\nAssistant:", False
     # Qwen3's and MiniMind's names for it. Without them, some templates close <think> at once.
     thinking = {"enable_thinking": True, "open_thinking": True} if default and not system_prompt else {}
-    try:
-        text = apply_template(tokenizer, messages, add_generation_prompt=True, **thinking)
-        for m in messages:
-            longest = max(re.findall(r"\w+", m["content"]), key=len, default="")
-            # SmolLM3's takes "/think" out of system messages: a switch, but not where the default has "</think>".
-            words = m["content"].split() if m["content"] == default else [longest]
-            if not all(word in text for word in words) and m["role"] != "assistant":  # these are often shortened
-                raise ValueError(f"it leaves out the message of role {m['role']}")
-    except Exception as error:  # templates are programs
-        if messages[0]["role"] != "system" or len(messages) == 1:
-            raise UserError(f"{tokenizer.name_or_path}: the chat template refuses a prompt: {error} "
-                            f"({messages[-1]['content']!r:.80})") from error
+    ways = [messages]
+    if messages[0]["role"] == "system" and len(messages) > 1:
         # Some templates (Gemma's) have no system role: put its text in front of the first message.
         first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
-        return render_prompt([first, *messages[2:]], tokenizer, "", "", surplus)
-    return text.removesuffix(surplus), True
+        ways.append([first, *messages[2:]])
+    for messages in ways:
+        try:
+            text = apply_template(tokenizer, messages, add_generation_prompt=True, **thinking)
+            for m in messages:
+                longest = max(re.findall(r"\w+", m["content"]), key=len, default="")
+                # SmolLM3's takes "/think" out of system messages: a switch, but not where the default has "</think>".
+                words = m["content"].split() if m["content"] == default else [longest]
+                if not all(word in text for word in words) and m["role"] != "assistant":  # these are often shortened
+                    raise ValueError(f"it leaves out the message of role {m['role']}")
+            return text.removesuffix(surplus), True
+        except Exception as error:  # templates are programs
+            problem = error
+    raise UserError(f"{tokenizer.name_or_path}: the chat template refuses a prompt: {problem} "
+                    f"({messages[-1]['content']!r:.80})") from problem
 
 
 def answer_form(tokenizer) -> tuple[str, str, int]:
@@ -879,9 +882,9 @@ def answer_form(tokenizer) -> tuple[str, str, int]:
     except Exception:  # there is no template, or it refuses these messages
         return "", "", tokenizer.eos_token_id
     before, _, after = text.rpartition(answer["content"])
-    # A thought that the prompt opens (Qwen3.5's), or an empty one at its end (MiniMind's), counts as the answer's,
-    # which may have one of its own. And no tag is cut in two: "<think>" and "</think>" (GLM-4.7's) share "<".
-    shared = re.sub(r"<(think>\s*(</think>\s*)?|[^<>]*)$", "", os.path.commonprefix([prompt, before]))
+    # A thought that both open (Qwen3.5's) or have empty (MiniMind's; DeepSeek-V3.1's is a mere </think>) counts as the
+    # answer's, which may have one of its own. No tag is cut in two: "<think>" and "</think>" (GLM-4.7's) share "<".
+    shared = re.sub(r"(<think>\s*)?(</think>\s*)?$|<[^<>\s]*$", "", os.path.commonprefix([prompt, before]))
     if question["content"] not in shared:  # they part before the answer: nothing to compare
         prompt = before = shared
     ids = tokenizer(after.strip(), add_special_tokens=False)["input_ids"]

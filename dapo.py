@@ -41,7 +41,7 @@ class Config(common.RunConfig):
                                    "of a reward model")
     format_reward: float = flag(0.0, "weight of the extra reward for the form <think>…</think><answer>…</answer>")
     divide_by_std: bool = flag(True, "advantage (R − mean) / std, as in the paper; --no_divide_by_std: R − mean")
-    dynamic_sampling: bool = flag(True, "roll out until P groups have 0 < correct < G; --no_dynamic_sampling: any P")
+    dynamic_sampling: bool = flag(True, "sample until P groups are both right and wrong; --no_dynamic_sampling: any P")
     max_generation_batches: int = flag(10, "limit on the rollouts of a step, which then trains on the groups it has")
     overlong_buffer: int = flag(8, "length is penalized from this many tokens before the cut (paper: 4,096); 0: never")
     overlong_filtering: bool = flag(False, "leave truncated completions out of the loss, but not out of their group")

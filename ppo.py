@@ -33,7 +33,7 @@ from common import flag, sample, token_logprobs, token_values
 @dataclass
 class Config(common.RunConfig):
     steps: int = flag(15, "training steps, each on a new rollout batch")
-    prompts_per_step: int = flag(256, "N: prompts per rollout batch, one completion each (N+: 512)")
+    prompts_per_step: int = flag(256, "N: prompts per rollout batch, one completion each (N+, arXiv:2403.17031: 512)")
     max_new_tokens: int = flag(40, "completions are cut off after this many tokens (N+: 53)")
     temperature: float = flag(1.0, "sampling temperature, which every log-prob uses as well (N+: 0.7)")
     reward: str = flag("verifier", "verifier, FILE.py:FUNCTION called with (prompt, completion, row), or the directory "

@@ -607,7 +607,7 @@ def test_values_may_be_narrower_than_keys():
 def test_rows_fit_where_they_take_half_of_the_free_memory(head_dim, attention, numbers, monkeypatch):
     """A row with L = 10, T = 6 and G = 4 takes, in numbers of 4 bytes,
 
-    1,024 for keys and values: 2 of them, 2 layers, 2 heads of 8, 16 tokens;
+    1,024 for keys and values: 2 of them, 2 layers, 2 heads of 8 (of 16: 2,048), 16 tokens;
     480 for the MLP's gate, up and product: 3 · 64 · 10 of the prompt, shared by 4 rows;
     25 for the mask: 10 · 10 of the prompt, shared by 4 rows.
 

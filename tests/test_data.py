@@ -140,7 +140,7 @@ def policy_config(path, **more):
     return SimpleNamespace(model=str(path), data="arithmetic", trust_remote_code=False, **more)
 
 
-def test_the_reference_is_frozen_and_the_policy_trains(tmp_path):
+def test_the_reference_is_frozen_and_a_loaded_model_trains(tmp_path):
     random_model("Qwen2")[0].save_pretrained(tmp_path)
     reference = common.load_reference(SimpleNamespace(model=str(tmp_path), trust_remote_code=False), cpu)
     assert not any(p.requires_grad for p in reference.parameters())
@@ -337,7 +337,10 @@ def test_the_split_of_a_hub_dataset(monkeypatch):
             common.read_rows(data, split)
     assert asked == [("some/set", None, "train"), ("some/set", None, "test"), ("some/set", "main", "train"),
                      ("some/set", "main", "test"), *[("some/set", "main", "validation")] * 2]
-    monkeypatch.setattr(sys.modules["datasets"], "load_dataset", lambda *args, **split: [])
+
+
+def test_a_hub_dataset_without_rows(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *args, **split: []))
     with pytest.raises(common.UserError, match="some/set: no rows"):
         common.read_rows("some/set", "train")
 
@@ -434,6 +437,9 @@ def test_a_template_that_can_leave_thinking_open_does_so_for_problems(name):
     assert common.render_prompt("1", tokenizer, "", default="")[0].endswith("1<think></think>")
     for default in (common.SYSTEM_PROMPT, ""):
         assert common.render_prompt("1", tokenizer, "2", default) == ("21<think></think>", True)
+    no_system = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    tokenizer.chat_template = no_system + tokenizer.chat_template
+    assert common.render_prompt("1", tokenizer, "") == (common.SYSTEM_PROMPT + "\n\n1<think>", True)
 
 
 def test_a_template_without_a_system_role():
@@ -679,6 +685,9 @@ def test_without_a_token_that_ends_turns_eos_does():
     ("(<think> ", "(<think>  </think>", "1,(", ["<think>  </think>46<turn>", "<think>4</think>6<turn>"]),  # Qwen3.5
     ("(<think>", "(</think>", "1,(", ["</think>46<turn>", "<think>4</think>6<turn>"]),  # GLM-4.7
     ("(", "(,<think></think>", "1,(", [",<think></think>46<turn>", ",<think>4</think>6<turn>"]),  # GLM-4.5
+    ("(</think>", "(</think>", "1,(", ["</think>46<turn>", "<think>4</think>6<turn>"]),  # DeepSeek-V3.1
+    ("{{ strftime_now('%Y-%m-%d') }}(<think>", "{{ strftime_now('%Y-%m-%d') }}(", "1,2024-07-26(",  # R1, with a date
+     ["46<turn>", "<think>4</think>6<turn>"]),
     ("(", "(-", "1,(", ["-46<turn>", "-<think>4</think>6<turn>"])])  # gpt-oss: a channel
 def test_an_answer_is_written_as_the_template_writes_it(asks, known, prompt, answers):
     tokenizer = chat_tokenizer("")
@@ -699,6 +708,7 @@ def test_a_prompt_that_begins_with_any_special_token_is_rendered_already():
     assert "<user>" not in tokenizer.all_special_tokens
     assert common.render_prompt("<user>1<turn>", tokenizer, "none") == ("<user>1<turn>", False)
     tokenizer.add_special_tokens({"bos_token": ""})  # every text begins with this one
+    common.special_tokens.cache_clear()
     assert common.render_prompt("1", tokenizer, "none") == ("1<turn>", True)
 
 

@@ -475,7 +475,8 @@ def test_ppo_judges_the_format_of_what_the_template_began(tmp_path, monkeypatch)
 
 
 def test_equal_scores_have_no_spread(tmp_path, monkeypatch):
-    """Twelve scores of 0.1, whose std is not 0 in float32 but a rounding error: normalized, each is 0 all the same."""
+    """Twelve scores of 0.1, whose std is not 0 in float32 but a rounding error: normalized, each is 0 all the same,
+    and the loss is finite."""
     scores = torch.full((12, 1), 0.1)
     assert scores.std(correction=0) > 0 and (scores - scores.mean()).any()
     save_reward_model(tmp_path / "rm")
