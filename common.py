@@ -226,6 +226,7 @@ def launch(main, Config) -> None:
     sys.stderr.write, sys.stderr.flush = outliving_reader(sys.stderr.write), outliving_reader(sys.stderr.flush)
     try:
         main(parse_config(Config, sys.argv[1:]))
+        leave()
     except KeyboardInterrupt:  # before `Run.start`, which leaves signals to `Run.note_signal`: nothing to save yet
         leave(130, together=False)
     except Exception as error:
@@ -248,7 +249,6 @@ def launch(main, Config) -> None:
             time.sleep(15)
         tqdm.write(f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).split())}", file=sys.stderr)
         leave(error.exit_code, together=False)
-    leave()
 
 
 def leave(code: int = 0, together: bool = True) -> None:
@@ -950,6 +950,7 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
             problem.opening = "<think>"
     limit = min(cfg.max_prompt_tokens, tokenizer.model_max_length - getattr(cfg, "max_new_tokens", 1))
     kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= limit]
+    checksum(kept, what)
     return say_left_out(what, problems, kept, f"prompts that are empty or longer than {limit} tokens "
                         "(--max_prompt_tokens, or what the context leaves beside completions)")
 
@@ -963,6 +964,20 @@ def say_left_out(what: str, rows: list, kept: list, which: str) -> list:
     return kept
 
 
+def checksum(items: list, what: str) -> int:
+    """A checksum of what a run reads of its Problems or Preferences, in their order. Collective.
+
+    what: the flag that they come from. Raises UserError if the ranks' items differ, or they would wait for each other.
+    """
+    total, names = 0, ("answer", "answer_ids", "scores", "margin")
+    for item in items:
+        read = getattr(item, "prompt_ids", item), *(getattr(item, name, None) for name in names)
+        total = zlib.crc32(repr(read).encode(), total)
+    if len(set(gather_in_order([total]))) > 1:
+        raise UserError(f"{what}: holds other rows, or the model another tokenizer, on another machine")
+    return total
+
+
 class Shuffled:
     """Endless passes over `items`, each in its own seeded order. `position` is all that --resume needs.
 
@@ -971,13 +986,7 @@ class Shuffled:
 
     def __init__(self, items: list, seed: int):
         self.items, self.seed, self.position = items, seed, 0
-        self.checksum = 0  # of what training reads of them, in their order: --resume refuses other ones
-        names = "answer", "answer_ids", "scores", "margin"  # of a Problem or a Preference
-        for item in items:
-            read = getattr(item, "prompt_ids", item), *(getattr(item, name, None) for name in names)
-            self.checksum = zlib.crc32(repr(read).encode(), self.checksum)
-        if len(set(gather_in_order([self.checksum]))) > 1:
-            raise UserError("--data: holds other rows, or the model another tokenizer, on another machine")
+        self.checksum = checksum(items, "--data")  # --resume refuses other ones
 
     def next(self, count: int) -> list:
         """The next `count` items; the same on every rank."""
@@ -1124,6 +1133,7 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
     if cut:
         say(f"{what}: cut {cut} of {len(given)} answers, at --max_completion_tokens or where the context ends")
     differ = [preference for preference in kept if preference.pairs]
+    checksum(differ, what)
     return say_left_out(what, kept, differ, "rows whose answers are equal as tokens (--max_completion_tokens?)")
 
 
@@ -2149,6 +2159,9 @@ class Run:
         self.stop_signal = 0
         self.extra = {}  # numbers of the script's own, set before `start`: checkpoints keep them
         self.device = setup_device()  # before what may fail on one machine alone: the others notice when it ends
+        flags = gather_in_order([vars(cfg) | {"output_dir": ""}])  # `start` looks whether the machines share that
+        if other := [name for name in flags[0] if any(of_rank.get(name) != flags[0][name] for of_rank in flags)]:
+            raise UserError(f"--{other[0]}: another value on another machine; all have to run the same command")
         self.check_directory()
         if cfg.log_to != "none" and not importlib.util.find_spec(cfg.log_to):
             raise UserError(f"--log_to {cfg.log_to}: pip install {cfg.log_to}")
@@ -2222,9 +2235,10 @@ class Run:
         os.register_at_fork(before=block, after_in_parent=unblock,
                             after_in_child=lambda: (signal.signal(signal.SIGTERM, signal.SIG_DFL), unblock()))
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
-            on_main_rank(self.lock_directory)
+            mark, lock = from_main_rank(on_main_rank(self.lock_directory)), self.directory / ".lock"
             self.directory.mkdir(parents=True, exist_ok=True)  # elsewhere if it is not shared; on NFS, looks at it anew
-            if not all(gather_in_order([(self.directory / ".lock").exists()])):
+            # Not on rank 0: to close the file, once more, would give up its lock.
+            if not all(gather_in_order([rank() == 0 or lock.exists() and lock.read_bytes() == mark])):
                 raise UserError(f"--output_dir {self.directory}: want a directory that all machines share, since each "
                                 "writes its part of a checkpoint there")
             if self.cfg.resume:
@@ -2240,8 +2254,9 @@ class Run:
         self.bar = tqdm(total=self.cfg.steps, initial=max(0, self.next_step - 1), desc=self.script, unit="step",
                         disable=rank() > 0, dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 30)
 
-    def lock_directory(self):
-        """Create OUTPUT_DIR, and refuse it to a second process until this one ends, however it ends."""
+    def lock_directory(self) -> bytes:
+        """Create OUTPUT_DIR, and refuse it to a second process until this one ends, however it ends. Returns what the
+        lock file then holds: a machine that does not share the directory may have one of an earlier run."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self.lock = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT)
         try:
@@ -2251,6 +2266,10 @@ class Run:
         except OSError:  # a file system without locks
             pass
         self.check_directory()  # again: another run may have begun and ended since
+        mark = os.urandom(16)
+        os.pwrite(self.lock, mark, 0)
+        os.fsync(self.lock)  # on NFS, before the others look
+        return mark
 
     def open_logger(self):
         """--log_to as a function log(metrics, step); it does nothing for none."""

@@ -65,7 +65,7 @@ def calibration_error(differences: torch.Tensor, bins: int = 10) -> float:
     """
     confidence = torch.sigmoid(differences.abs())  # 0.5 to 1
     right = torch.heaviside(differences, differences.new_tensor(0.5))  # a tie is half right
-    bin_of = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+    bin_of = ((confidence - 0.5) * 2 * bins).long().clamp(0, bins - 1)  # NaN: any bin, and a sum of NaN
     gaps = differences.new_zeros(bins).index_add(0, bin_of, confidence - right)  # size of the bin times its gap
     return float(gaps.abs().sum() / len(differences))
 

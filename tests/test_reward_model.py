@@ -72,6 +72,7 @@ def test_calibration_error():
     assert reward_model.calibration_error(torch.tensor([1e-9, 1e-9])) == pytest.approx(0.5, abs=1e-6)
     assert reward_model.calibration_error(torch.zeros(3)) == pytest.approx(0.0, abs=1e-6)  # ties are half right
     assert reward_model.calibration_error(torch.full((4,), 50.0)) == pytest.approx(0.0, abs=1e-6)
+    assert math.isnan(reward_model.calibration_error(torch.tensor([50.0, math.nan])))  # of a run that fails
     # A right pair at confidence .62 and a wrong one at .68 fall into two bins of width .05: ½·.38 + ½·.68.
     assert reward_model.calibration_error(torch.tensor([0.62, 0.32]).logit()) == pytest.approx(0.53, abs=1e-6)
     # At .92 and 1 − .03 = .97, these are the last two bins: ½·.08 + ½·.97.

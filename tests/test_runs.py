@@ -753,7 +753,7 @@ def run_in_two_processes(folder, scripts):
 random_model("DiffLlama")[0].save_pretrained({str(folder / "random_constants")!r})"""
     subprocess.run([sys.executable, "-c", code], check=True)
     job = write(folder / "job.py", f"""
-import contextlib, importlib, os, signal, sys
+import contextlib, dataclasses, importlib, os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 import pytest, torch
 import common
@@ -791,8 +791,15 @@ def refuses(message, function, *args):
     with pytest.raises(common.UserError, match=message):
         function(*args)
 refuses("other rows", common.Shuffled, [common.Problem("1", [5], str(rank), {{}})], 0)  # another answer on each rank
+cfg = importlib.import_module("grpo").Config(output_dir=f"{folder}/on-machine-{{rank}}")
+refuses("--eval_data: holds other rows", common.encode_prompts, [common.Problem("1" * (rank + 1), [], "1", {{}})],
+        tokenizer, cfg, "--eval_data")
 sys.argv = ["grpo.py"]
-run = common.Run(importlib.import_module("grpo").Config(output_dir=f"{folder}/on-machine-{{rank}}"))
+refuses("--seed: another value on another machine", common.Run, dataclasses.replace(cfg, seed=rank))
+if rank == 1:
+    os.mkdir(cfg.output_dir)
+    open(f"{{cfg.output_dir}}/.lock", "w").close()  # left by an earlier run
+run = common.Run(cfg)
 refuses("want a directory that all machines share", run.start, common.Shuffled([1], 0))
 for _ in range(2):  # from SLURM, and from torchrun, which had it from SLURM
     os.kill(os.getpid(), signal.SIGTERM)
