@@ -675,7 +675,7 @@ class Problem:
     prompt_ids: list[int]    # what the model reads
     answer: str | None       # the gold answer, for the verifier
     row: dict                # the whole row, for a reward function
-    opening: str = ""        # "<think>" if the prompt ends with it: `format_reward` counts it with the completion
+    opening: str = ""        # "<think>" and what follows, if the prompt ends with it: part of what the policy answers
 
 
 def is_built_in(data: str) -> bool:
@@ -947,7 +947,7 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
         if isinstance(problem, Preference):
             problem.rendered = text, templated
         elif text.rstrip().endswith("<think>"):  # as reasoning models' templates do
-            problem.opening = "<think>"
+            problem.opening = text[text.rindex("<think>"):]
     limit = min(cfg.max_prompt_tokens, tokenizer.model_max_length - getattr(cfg, "max_new_tokens", 1))
     kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= limit]
     checksum(kept, what)
@@ -1957,8 +1957,8 @@ def is_reward_model(reward: str) -> bool:
 def load_reward_model(cfg):
     """--reward DIRECTORY -> scores(problems [P], rollout) [N], less the `reward_shift` in the model's config.
 
-    A model with the policy's vocabulary scores the very tokens that were sampled. Any other one scores the decoded
-    text, through its own tokenizer and chat template.
+    A model with the policy's vocabulary and chat template scores the very tokens that were sampled. Any other scores the
+    decoded text, through its own tokenizer and chat template.
     """
     try:
         own = load_tokenizer(cfg.reward, cfg.trust_remote_code)
@@ -1970,7 +1970,8 @@ def load_reward_model(cfg):
     if model.config.num_labels != 1:
         raise UserError(f"--reward {cfg.reward}: want a sequence classifier with one label, as reward_model.py saves")
     shift = getattr(model.config, "reward_shift", 0.0)
-    same_tokens = own.get_vocab() == load_tokenizer(model_name(cfg), cfg.trust_remote_code).get_vocab()
+    policys = load_tokenizer(model_name(cfg), cfg.trust_remote_code)
+    same_tokens = own.get_vocab() == policys.get_vocab() and own.chat_template == policys.chat_template
 
     def scores(problems: list[Problem], rollout: Rollout) -> torch.Tensor:
         batch = rollout if same_tokens else retokenize(problems, rollout, own, cfg.system_prompt)
@@ -1981,7 +1982,10 @@ def load_reward_model(cfg):
         # copies must have advantages of exactly 0, and two copies make no pair.
         ids, first = batch.input_ids.where(batch.attention_mask > 0, -1).cpu().numpy(), {}
         scored = [first.setdefault(row.tobytes(), i) for i, row in enumerate(ids)]  # [N] the row scored for each
-        return all_scores(model, batch, sorted(set(scored)), cfg.micro_batch_tokens)[scored] - shift
+        values = all_scores(model, batch, sorted(set(scored)), cfg.micro_batch_tokens)[scored] - shift
+        if not values.isfinite().all():
+            raise UserError(f"--reward {cfg.reward}: it gives scores that are not finite")
+        return values
     return scores
 
 

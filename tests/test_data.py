@@ -560,7 +560,7 @@ def test_a_template_may_open_the_thinking():
     tokenizer.chat_template = "{{ messages[-1]['content'] }}<think>{{ '\\n' }}"  # one at its own end would be dropped
     cfg = SimpleNamespace(model="other", system_prompt="none", max_prompt_tokens=99)
     problem, = common.encode_prompts([common.Problem("1", [], "2", {})], tokenizer, cfg, "--data")
-    assert problem.opening == "<think>"
+    assert problem.opening == "<think>\n"
 
 
 # ------------------------------------------------------------------------------------------------- preferences

@@ -426,6 +426,30 @@ def test_a_reward_model_of_another_vocabulary_reads_the_text(tmp_path, policy_di
         torch.testing.assert_close(rewards.flatten()[i], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_reward_model_with_another_template_reads_its_own(tmp_path, policy_directory):
+    """It has the policy's vocabulary, but learned from conversations. The policy's prompts have no template."""
+    model, tokenizer = save_reward_model(tmp_path / "rm"), common.tiny_tokenizer()
+    tokenizer.chat_template = ("{% for m in messages if m['role'] == 'user' %}({{ m['content'] }}),{% endfor %}"
+                               "{% if not add_generation_prompt %}{{ messages[-1]['content'] }}<eos>{% endif %}")
+    save(tmp_path / "rm", model, tokenizer)
+    problems, rollout = problems_and_rollout(policy_directory)
+    rewards, _ = common.load_reward(reward_config(tmp_path / "rm", policy_directory, system_prompt="none"))(
+        problems, rollout)
+    for i, (text, finished) in enumerate(zip(rollout.completions, rollout.finished)):
+        ids = tokenizer.encode(f"({problems[i // 4].prompt}),{text}") + [tokenizer.eos_token_id] * bool(finished)
+        expected = model.score(model.base_model(torch.tensor([ids]))[0])[0, -1, 0]
+        torch.testing.assert_close(rewards.flatten()[i], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_scores_that_are_not_finite_are_refused(tmp_path, policy_directory, monkeypatch):
+    """PPO's normalization would carry a NaN into every step to come."""
+    save_reward_model(tmp_path / "rm")
+    score = common.load_reward(reward_config(tmp_path / "rm", policy_directory))
+    monkeypatch.setattr(common, "all_scores", lambda model, batch, *_: torch.full((len(batch.mask),), math.nan))
+    with pytest.raises(common.UserError, match="--reward .*: it gives scores that are not finite"):
+        score(*problems_and_rollout(policy_directory))
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_run_with_a_reward_model(tmp_path, normalize):
     """A Qwen2 policy with a Llama reward model and critic: accuracy still comes from the verifier.
