@@ -1957,8 +1957,8 @@ def is_reward_model(reward: str) -> bool:
 def load_reward_model(cfg):
     """--reward DIRECTORY -> scores(problems [P], rollout) [N], less the `reward_shift` in the model's config.
 
-    A model with the policy's vocabulary and chat template scores the very tokens that were sampled. Any other scores the
-    decoded text, through its own tokenizer and chat template.
+    A model with the policy's vocabulary and chat template scores the very tokens that were sampled. Any other one
+    scores the decoded text, through its own.
     """
     try:
         own = load_tokenizer(cfg.reward, cfg.trust_remote_code)
