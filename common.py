@@ -932,7 +932,7 @@ def encode_answers(tokenizer, given: list[tuple[tuple[str, bool], list[int], str
 def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT,
                    surplus: str = "") -> list:
     """Fill in `prompt_ids`; leave out prompts that are empty or too long (--max_prompt_tokens, or what the context
-    leaves beside completions), and say how many. Raises UserError if none is left.
+    leaves beside completions), and say how many. Collective. Raises UserError if none is left, or if the ranks' differ.
 
     problems: Problems or Preferences. what: the flag that they come from, for messages.
     """
@@ -950,7 +950,7 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
             problem.opening = text[text.rindex("<think>"):]
     limit = min(cfg.max_prompt_tokens, tokenizer.model_max_length - getattr(cfg, "max_new_tokens", 1))
     kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= limit]
-    checksum(kept, what)
+    checksum(kept, what)  # refuses other rows on another machine
     return say_left_out(what, problems, kept, f"prompts that are empty or longer than {limit} tokens "
                         "(--max_prompt_tokens, or what the context leaves beside completions)")
 
@@ -1133,7 +1133,7 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
     if cut:
         say(f"{what}: cut {cut} of {len(given)} answers, at --max_completion_tokens or where the context ends")
     differ = [preference for preference in kept if preference.pairs]
-    checksum(differ, what)
+    checksum(differ, what)  # refuses other answers on another machine
     return say_left_out(what, kept, differ, "rows whose answers are equal as tokens (--max_completion_tokens?)")
 
 
@@ -1970,8 +1970,8 @@ def load_reward_model(cfg):
     if model.config.num_labels != 1:
         raise UserError(f"--reward {cfg.reward}: want a sequence classifier with one label, as reward_model.py saves")
     shift = getattr(model.config, "reward_shift", 0.0)
-    policys = load_tokenizer(model_name(cfg), cfg.trust_remote_code)
-    same_tokens = own.get_vocab() == policys.get_vocab() and own.chat_template == policys.chat_template
+    other = load_tokenizer(model_name(cfg), cfg.trust_remote_code)  # the policy's
+    same_tokens = own.get_vocab() == other.get_vocab() and own.chat_template == other.chat_template
 
     def scores(problems: list[Problem], rollout: Rollout) -> torch.Tensor:
         batch = rollout if same_tokens else retokenize(problems, rollout, own, cfg.system_prompt)
