@@ -2,7 +2,7 @@
 
     clip     1 ± ε          →  1 − ε_low, 1 + ε_high        dapo_loss               (eq. 10)
     groups   all            →  those with 0 < correct < G   dynamic_sampling        (eq. 11)
-    weight   1 / (N·|o_i|)  →  1 / Σ|o_j|                   token_weights           (eq. 12, over all prompts)
+    weight   1 / (N·|o_i|)  →  1 / Σ|o_j|                   token_weights           (eq. 12, but over all prompts)
     reward   R              →  R + length penalty           soft_overlong_penalty   (eq. 13)
     reward   1 or 0         →  1 or −1                      load_reward             (eq. 7)
     KL       β·KL           →  none                         dapo_loss               (section 2.3)
@@ -32,7 +32,8 @@ from common import flag, sample, token_logprobs
 @dataclass
 class Config(common.RunConfig):
     steps: int = flag(60, "training steps, each on a new rollout batch")
-    prompts_per_step: int = flag(16, "P: prompts per rollout batch (GRPO's paper 16, DAPO's 512, Dr. GRPO's code 128)")
+    prompts_per_step: int = flag(16, "P: prompts per rollout batch (GRPO's paper 1,024/64, DAPO's 512, Dr. GRPO's "
+                                     "code 128)")
     group_size: int = flag(16, "G: completions per prompt (GRPO's paper 64, DAPO's 16, Dr. GRPO's code 8)")
     max_new_tokens: int = flag(40, "L_max: completions are cut off after this many tokens (GRPO's paper 1,024, DAPO's "
                                    "20,480, Dr. GRPO's code 3,000)")

@@ -43,7 +43,8 @@ class Config(common.RunConfig):
                                         "et al.), so that β, ε_v and --missing_eos_score suit any reward model")
     missing_eos_score: str = flag("-1", "most that a completion without EOS can score (N+ makes it -1); none: no limit")
     kl_coef: float = flag(0.2, "β: weight of the KL penalty in the reward; at 0, no reference is loaded (N+: 0.05)")
-    kl_target: float = flag(0.0, "adapt β to keep the KL at this many nats per completion (Ziegler: 6); 0: fixed β")
+    kl_target: float = flag(0.0, "adapt β to keep the KL at this many nats per completion (Ziegler et al.'s code: 6); "
+                                 "0: fixed β")
     gamma: float = flag(1.0, "γ: discount (InstructGPT: 1)")
     lam: float = flag(0.95, "λ: of generalized advantage estimation (N+: 0.95)")
     minibatches: int = flag(1, "minibatches per rollout batch, an optimizer step each (N+: 1)")
@@ -93,9 +94,9 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(Â − mean) / std over all tokens of the mask: [N, T] -> [N, T], 0 outside the mask, and 0 if all are equal.
 
     Pass all tokens of an optimizer step together: per micro-batch or per rank, it would be another algorithm. The PPO
-    and InstructGPT papers do not mention whitening. OpenAI's baselines and lm-human-preferences whiten each minibatch
-    too, but on each rank by itself; N+ whitens each rank's whole rollout. The latter two also divide the token rewards
-    by their std before GAE (`whiten_rewards`); this script does not.
+    and InstructGPT papers do not mention whitening. OpenAI's baselines (ppo2) and lm-human-preferences whiten each
+    minibatch too, but on each rank by itself; N+ whitens each rank's whole rollout. Before GAE, lm-human-preferences
+    (N+: optionally) also scales the token rewards to std 1 around their mean (`whiten_rewards`); this script does not.
     """
     count = mask.sum().clamp(min=1)
     mean = advantages.where(mask, 0.0).sum() / count
@@ -151,8 +152,8 @@ def value_loss(values, old_values, returns, weights, clip_eps: float):
 def load_value_model(cfg: Config, device, tokenizer):
     """The critic. It starts from the reward model, if --reward names one with the policy's vocabulary, else the policy.
 
-    Its head starts at zero, so that the first advantages are sums of rewards, discounted by γλ, without noise. The
-    reward model's own head would not do: it has only read whole completions, and its scores include `reward_shift`.
+    Its head starts at zero, so that the first advantages are sums of rewards, discounted by γλ, without noise. N+ keeps
+    the reward model's head instead; but that has only read whole completions, and its scores include `reward_shift`.
     """
     name = common.model_name(cfg)
     if common.is_reward_model(cfg.reward):

@@ -1,11 +1,13 @@
-"""Reward model (Bradley–Terry; Christiano et al. 2017, arXiv:1706.03741; InstructGPT, arXiv:2203.02155):
+"""Reward model (Bradley–Terry; Christiano et al. 2017, arXiv:1706.03741; InstructGPT, arXiv:2203.02155; Llama 2,
+arXiv:2307.09288):
 
-    minimize  −log σ(r(x, y⁺) − r(x, y⁻) − margin)                 mean over pairs                   (InstructGPT eq. 1)
-    ranking   −1/(K(K−1)/2) Σ_{i<j} log σ(r(x, y_i) − r(x, y_j))   all pairs of K answers, each answer read once
-    centring  + c·(r(x, y⁺) + r(x, y⁻))²                           mean over pairs                   (arXiv:2312.09244)
+    minimize  −log σ(r(x, y⁺) − r(x, y⁻) − margin)                 mean over pairs          (Llama 2 eq. 2)
+    ranking   −1/(K(K−1)/2) Σ_{i<j} log σ(r(x, y_i) − r(x, y_j))   all pairs of K answers   (InstructGPT eq. 1)
+    centring  + c·(r(x, y⁺) + r(x, y⁻))²                           mean over pairs          (arXiv:2312.09244)
 
-r is a language model with a scalar head, read at the last token. All pairs of an update weigh the same, so a long
-ranking counts for more than a short one; InstructGPT gives every ranking the same weight.
+r is a language model with a scalar head, read at the last token; it reads each answer of a ranking once. All pairs of
+an update weigh the same, so a long ranking counts for more than a short one; InstructGPT gives every ranking the same
+weight.
 
 Without flags, the script trains a reward model for additions, from answers that the verifier has ranked. README.md
 shows how to train real models on your own data, on one GPU or many. ppo.py takes OUTPUT_DIR/model as --reward.
@@ -31,7 +33,8 @@ class Config(common.RunConfig):
     max_completion_tokens: int = flag(1024, "longer answers are cut off here, and then have no EOS")
     center_coef: float = flag(0.01, "c: weight of (r⁺ + r⁻)², which keeps scores near 0 (TRL advises 0.01)")
     lr: float = flag(5e-4, "learning rate; 1e-5 suits a real model (InstructGPT: 9e-6)")
-    lr_schedule: Literal["constant", "linear", "cosine"] = flag("linear", "after the warm-up (InstructGPT: cosine)")
+    lr_schedule: Literal["constant", "linear", "cosine"] = flag(
+        "linear", "after the warm-up (InstructGPT: cosine, to a tenth)")
     warmup_steps: int = flag(10, "optimizer steps of linear warm-up, the first with a learning rate of 0")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     eval_every: int = flag(100, "steps between evaluations; there is one before the first step and one after the last")

@@ -204,7 +204,7 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
     """Algorithm 1 of DAPO, one completion at a time: P = 6, G = 4, ε = .01 and .06, L_max = 21, L_cache = 4.
 
     The loss is a mean over the tokens of each unit, then over units. The unit is the whole minibatch for "token" (the
-    authors' code), a prompt's group for "prompt" (eq. 12), and a single completion for "sequence" (GRPO).
+    authors' code: a micro-batch), a prompt's group for "prompt" (eq. 12), a single completion for "sequence" (GRPO).
     """
     unit_of = {"token": lambda i: 0, "prompt": lambda i: i // 4, "sequence": lambda i: i}[average]
     steps = record_run(
