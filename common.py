@@ -60,6 +60,7 @@ from typing import Literal, get_args, get_origin
 
 import huggingface_hub
 import numpy as np
+import tokenizers
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -74,6 +75,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.utils import cached_file
 from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AttentionInterface,
                           AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer,
                           DynamicCache, HfArgumentParser, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
@@ -384,11 +386,16 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
         if not os.path.isdir(name) and not huggingface_hub.try_to_load_from_cache(name, "config.json"):
             # Without network this fails at once. The downloads below would retry for half a minute each.
             huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, "config.json"), timeout=30)
-        # For some model types (Qwen2 is one) AutoTokenizer replaces a generic tokenizer.json by the architecture's own
-        # tokenizer, which splits text differently. The one that came with the model is right.
+        # For some model types (Qwen2 is one) AutoTokenizer replaces the tokenizer.json by the architecture's own
+        # tokenizer, which may split text differently. The one that came with the model is right.
         kind = get_tokenizer_config(name, trust_remote_code=trust_remote_code).get("tokenizer_class")
         cls = PreTrainedTokenizerFast if kind in ("TokenizersBackend", "PreTrainedTokenizerFast") else AutoTokenizer
         tokenizer = cls.from_pretrained(name, trust_remote_code=trust_remote_code)
+        file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+        if file and isinstance(tokenizer, PreTrainedTokenizerFast):
+            text, own = "In 2023, it's 1+1 =  two.\n\n\tÇa va? 你好", tokenizers.Tokenizer.from_file(file)
+            if tokenizer.encode(text, add_special_tokens=False) != own.encode(text, add_special_tokens=False).ids:
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
         if not tokenizer("1")["input_ids"]:  # transformers makes up an empty one where a model has no tokenizer
             raise UserError(f"--model {name}: no tokenizer there")
     if tokenizer.eos_token_id is None:
@@ -696,7 +703,7 @@ def read_rows(data: str, split: str) -> list[tuple[dict, str]]:
     elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.isfile(data):
         return read_json_lines(data)
     else:
-        name, config, own_split = (data.split(":") + [None, None])[:3]
+        name, config, own_split = (data.split(":", 2) + [None, None])[:3]  # a split may be train[:1000]
         with one_line_errors(f"{data}: no such file, and no hub dataset that loads (those need pip install datasets)"):
             import datasets
             rows = list(datasets.load_dataset(name, config, split=own_split or ("test" if split == "eval" else split)))
@@ -732,29 +739,43 @@ def read_json_lines(path: str) -> list[tuple[dict, str]]:
     return rows
 
 
+# Where a short answer and a worked solution have columns of their own (MegaScience), the short one counts.
+ANSWERS = ("final_answer", "expected_answer", "reference_answer", "answer", "solution")
+
+
 def read_problems(data: str, split: str = "train", need_answer: bool = True) -> list[Problem]:
-    """Rows with a prompt (`prompt`, `question` or `problem`) and an answer (`answer` or `solution`, or verl's
-    `reward_model.ground_truth`), not yet encoded.
+    """Rows with a prompt (`prompt`, `question` or `problem`; or preferences, for their prompts) and an answer (one of
+    ANSWERS, or verl's `reward_model.ground_truth`), not yet encoded.
 
     A gold answer inside a worked solution (GSM8K's `#### 18`, MATH's `\\boxed{18}`) is taken out of it.
     """
     problems = []
     for row, place in read_rows(data, split):
+        if row.get("chosen"):
+            with contextlib.suppress(ValueError):
+                row = {**row, "prompt": prompt_and_answers(row)[0]}
         prompt, verl = row_prompt(row), row.get("reward_model")
         if not is_prompt(prompt):
-            raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem")
-        found = row.get("answer"), row.get("solution"), verl.get("ground_truth") if isinstance(verl, dict) else None
+            raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem; it "
+                            f"has {columns(row)}")
+        found = *map(row.get, ANSWERS), verl.get("ground_truth") if isinstance(verl, dict) else None
         answer = next((value for value in found if value is not None and str(value).strip()), None)
         if type(answer) in (str, int) or type(answer) is float and math.isfinite(answer):  # no bool, which is an int
             answer = extract_answer(answer) or str(answer)
         elif not need_answer:
             answer = None  # the reward function gets the whole row
         elif answer is None:
-            raise UserError(f"{place}: no answer under answer or solution, which --reward verifier needs")
+            raise UserError(f"{place}: no answer under answer or solution, which --reward verifier needs; it has "
+                            f"{columns(row)}")
         else:
-            raise UserError(f"{place}: the answer must be a string or a finite number, not {answer!r:.40}")
+            raise UserError(f"{place}: the answer must be a string or a finite number, not {answer!r:.40} (a --reward "
+                            "of your own takes any row)")
         problems.append(Problem(prompt, [], answer, row))
     return problems
+
+
+def columns(row: dict) -> str:
+    return textwrap.shorten(", ".join(map(str, row)), 200)
 
 
 def row_prompt(row: dict):
@@ -830,6 +851,8 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
                   surplus: str = "") -> tuple[str, bool]:
     """A string or chat messages -> (text for the model, whether a chat template wrote it).
 
+    A last message of the assistant is the beginning of the answer, which the model continues.
+
     default: the system message where system_prompt is empty. If there is a default and no system_prompt (the messages
         may bring their own), the template is asked to let the model think; otherwise it does what it does unasked.
     surplus: what to leave off where a template ends the prompt with it (`answer_form`).
@@ -843,8 +866,10 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if messages[0]["role"] != "system" and (system_prompt or default):
         messages = [{"role": "system", "content": system_prompt or default}, *messages]
+    begun = messages[-1]["role"] == "assistant"
     if not tokenizer.chat_template:
-        return "\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages) + "\n\nAssistant:", False
+        turns = [f"{m['role'].capitalize()}: {m['content']}" for m in messages]
+        return "\n\n".join(turns if begun else [*turns, "Assistant:"]), False
     # Qwen3's and MiniMind's names for it. Without them, some templates close <think> at once.
     thinking = {"enable_thinking": True, "open_thinking": True} if default and not system_prompt else {}
     ways = [messages]
@@ -854,7 +879,8 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
         ways.append([first, *messages[2:]])
     for messages in ways:
         try:
-            text = apply_template(tokenizer, messages, add_generation_prompt=True, **thinking)
+            text = apply_template(tokenizer, messages, add_generation_prompt=not begun, continue_final_message=begun,
+                                  **thinking)
             for m in messages:
                 longest = max(re.findall(r"\w+", m["content"]), key=len, default="")
                 # SmolLM3's takes "/think" out of system messages: a switch, but not where the default has "</think>".
@@ -951,8 +977,13 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
     limit = min(cfg.max_prompt_tokens, tokenizer.model_max_length - getattr(cfg, "max_new_tokens", 1))
     kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= limit]
     checksum(kept, what)  # refuses other rows on another machine
-    return say_left_out(what, problems, kept, f"prompts that are empty or longer than {limit} tokens "
-                        "(--max_prompt_tokens, or what the context leaves beside completions)")
+    say_left_out(what, problems, kept, f"prompts that are empty or longer than {limit} tokens (--max_prompt_tokens, or "
+                 "what the context leaves beside completions)")
+    if kept and cfg.model != "tiny":  # a wrong column, or a template that stands twice, shows at a glance
+        answer = kept[0].answers[0] if isinstance(kept[0], Preference) else kept[0].answer
+        known = "" if answer is None else f", its answer is {answer!r:.100}"
+        say(f"{what}: {len(kept)} rows; the first prompt ends with {tokenizer.decode(kept[0].prompt_ids)[-100:]!r}{known}")
+    return kept
 
 
 def say_left_out(what: str, rows: list, kept: list, which: str) -> list:
@@ -1059,8 +1090,9 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
     return say_left_out(data, preferences, [p for p in preferences if p], "rows whose answers are equal or tie")
 
 
-def read_preference(row: dict) -> Preference | None:
-    """One row; None if it prefers nothing. A malformed one raises ValueError."""
+def prompt_and_answers(row: dict) -> tuple:
+    """The prompt of a preference's row (a string or chat messages), its answers, and their scores: None if they stand
+    best first. A malformed row raises ValueError."""
     prompt, answers, scores = row_prompt(row), [row.get("chosen"), row.get("rejected")], None
     if not all(answers) and row.get("responses"):
         answers, scores = row["responses"], row.get("scores")
@@ -1069,7 +1101,8 @@ def read_preference(row: dict) -> Preference | None:
             raise ValueError(f"{unread[0]} beside responses: want scores, higher for better ones, or responses that "
                              "stand best first and nothing else that could order them")
     if not isinstance(answers, list) or len(answers) < 2 or not all(map(is_prompt, answers)):
-        raise ValueError("want chosen and rejected, or a list of responses: two or more, strings or chat messages")
+        raise ValueError("want chosen and rejected, or a list of responses: two or more, strings or chat messages; it "
+                         f"has {columns(row)}")
     if prompt is not None and not is_prompt(prompt):
         raise ValueError("want a prompt (string or chat messages)")
     if all(isinstance(answer, list) for answer in answers):
@@ -1088,9 +1121,15 @@ def read_preference(row: dict) -> Preference | None:
     if prompt is None:  # whole dialogues as text: "Human: hi Assistant: hello" and "Human: hi Assistant: go away"
         shared = re.match(".*[Aa]ssistant:", os.path.commonprefix(answers), re.S)
         if not shared:
-            raise ValueError("no prompt, and the answers are not dialogues that share a turn up to 'Assistant:'")
+            raise ValueError("no prompt, question or problem, and the answers are not dialogues that share a turn up "
+                             f"to 'Assistant:'; it has {columns(row)}")
         prompt, answers = shared[0], [answer[shared.end():] for answer in answers]
+    return prompt, answers, scores
 
+
+def read_preference(row: dict) -> Preference | None:
+    """One row; None if it prefers nothing. A malformed one raises ValueError."""
+    prompt, answers, scores = prompt_and_answers(row)
     margin = row.get("margin")
     if margin is not None and not is_number(margin):
         raise ValueError(f"margin must be a number, not {margin!r:.40}")
@@ -1264,9 +1303,12 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     tokens = tokens[:, :lengths.max()]
     mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
     tokens, logprobs = tokens.where(mask, pad_id), logprobs[:, :tokens.shape[1]].where(mask, 0)
-    # The texts leave out the end by position: it need not be a special token. Row by row, for Python's ints are large.
+    # The texts leave out the end by position: it need not be a special token. Where <answer> is such a token, they keep
+    # these: rewards have to see it. Row by row, for Python's ints are large.
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    skip_special = not any(token.special and token.content in TAGS for token in added)
     ids, text_lengths = tokens.cpu().numpy(), (lengths - finished.long()).tolist()
-    completions = gather_in_order([tokenizer.decode(ids[i, :text_lengths[i]].tolist(), skip_special_tokens=True)
+    completions = gather_in_order([tokenizer.decode(ids[i, :text_lengths[i]].tolist(), skip_special_tokens=skip_special)
                                    for i in my_share(N)])
     return Rollout(
         input_ids=torch.cat([prompt_ids.repeat_interleave(group_size, 0), tokens], 1),
@@ -1999,6 +2041,8 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     prompts = [prompt if isinstance(prompt, list) else problem.prompt  # which has messages as the policy reads them
                for prompt, problem in zip(of_rows, problems)]
     rendered = [render_prompt(prompt, tokenizer, system_prompt, surplus=surplus) for prompt in prompts]
+    rendered = [(text.removesuffix(problem.opening), templated)  # where the messages end with it
+                for (text, templated), problem in zip(rendered, problems)]
     G, completions = len(rollout.completions) // len(problems), iter(rollout.completions)
     given = [(text, ids, problem.opening + next(completions))
              for problem, text, ids in zip(problems, rendered, encode(tokenizer, rendered)) for _ in range(G)]  # [N]
@@ -2370,6 +2414,10 @@ class Run:
             self.bar.set_postfix({name: format(metrics[name], spec) for name, spec in shown.items() if name in metrics},
                                  refresh=False)
             self.bar.update(step > 0)
+        gap, rounding = metrics.get("sampler_gap", 0.0), 0.1 if self.device.type == "cuda" else 1e-3
+        if gap > rounding and step == 1:  # as NemotronH does in transformers 5.23
+            say(f"step {step}: sampler_gap is {gap:.3f} nats, more than rounding: this model decodes differently from "
+                "how it reads, so its samples are not those of the policy that trains")
         if evaluation := [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval_")]:
             say(f"step {step}: {', '.join(evaluation)}")
 

@@ -1044,6 +1044,16 @@ def test_special_tokens_may_be_drawn():
     assert not any(special in text for special in ("<unk>", "<pad>", "<eos>") for text in rollout.completions)
 
 
+def test_tags_that_are_special_tokens_are_shown_to_the_reward():
+    """As `add_special_tokens` makes them. Otherwise no completion would have an answer."""
+    model, tokenizer = random_model("Qwen2")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]})
+    torch.manual_seed(0)
+    rollout = common.sample(model, tokenizer, ["1"] * 64, 1, 20, temperature=3.0)
+    assert any("<answer>" in text for text in rollout.completions)
+    assert not any(text.endswith("<eos>") for text in rollout.completions)
+
+
 def test_padding_is_the_pad_token():
     model, tokenizer = random_model("Qwen2")
     tokenizer.pad_token = "<unk>"

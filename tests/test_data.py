@@ -238,6 +238,26 @@ def test_a_tokenizer_without_an_end(tmp_path):
         common.load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize("architecture, kind", [("Qwen2", "Qwen2Tokenizer"), ("Qwen2", "GPT2Tokenizer"),
+                                                ("Llama", "LlamaTokenizer"), ("Qwen3", "LlamaTokenizerFast")])
+def test_the_tokenizer_is_that_of_the_file(architecture, kind, tmp_path):
+    """For some architectures transformers takes only the vocabulary of tokenizer.json, and splits text its own way.
+    (DeepSeek's models of Llama's shape are byte-level, under another tokenizer's name: 5.17 loses their spaces.)"""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    own = Tokenizer(models.BPE())
+    own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    own.train_from_iterator(["2023 is a year"] * 9, trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False))
+    getattr(transformers, f"{architecture}Config")(vocab_size=300).save_pretrained(tmp_path)
+    own.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": kind, "bos_token": "<s>", "eos_token": "</s>"}))
+    text = "The year\n 2023"
+    ids = common.load_tokenizer(str(tmp_path))(text, add_special_tokens=False)["input_ids"]
+    assert ids == own.encode(text).ids and own.decode(ids) == text
+
+
 def test_an_embedding_may_be_padded(tmp_path):
     save_random(tmp_path, resize=64)
     assert common.load_policy(policy_config(tmp_path), cpu)[0].config.vocab_size == 64
@@ -337,6 +357,8 @@ def test_the_split_of_a_hub_dataset(monkeypatch):
             common.read_rows(data, split)
     assert asked == [("some/set", None, "train"), ("some/set", None, "test"), ("some/set", "main", "train"),
                      ("some/set", "main", "test"), *[("some/set", "main", "validation")] * 2]
+    common.read_rows("some/set::train[:90%]", "train")
+    assert asked[-1] == ("some/set", "", "train[:90%]")
 
 
 def test_a_hub_dataset_without_rows(monkeypatch):
@@ -350,6 +372,32 @@ def test_the_first_of_several_fields_counts(tmp_path):
         "prompt": "p", "question": "q", "answer": "5", "solution": "2+3, that is 5 of them",
         "reward_model": {"ground_truth": "6"}}))
     assert (problem.prompt, problem.answer) == ("p", "5")
+    problem, = common.read_problems(rows(tmp_path, {
+        "question": "q", "answer": "Two and three make five.", "reference_answer": "5"}))  # as MegaScience has them
+    assert problem.answer == "5"
+
+
+def test_ppo_learns_from_the_prompts_of_preferences(tmp_path):
+    """The row that a reward gets, and from which `retokenize` takes the prompt, has the prompt as well."""
+    turns = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))]
+    chosen, rejected = ([*turns, {"role": "assistant", "content": text}] for text in "ab")
+    dialogue = "\n\nHuman: hi\n\nAssistant:"
+    problems = common.read_problems(rows(
+        tmp_path, {"chosen": chosen, "rejected": rejected}, {"prompt": "1", "chosen": chosen, "rejected": rejected},
+        {"chosen": dialogue + " hello", "rejected": dialogue + " go away"},
+        {"prompt": "p", "chosen": "a", "rejected": "a"}), need_answer=False)
+    assert [problem.prompt for problem in problems] == [turns, turns, dialogue, "p"]
+    assert all(common.row_prompt(problem.row) == problem.prompt and problem.answer is None for problem in problems)
+
+
+@pytest.mark.parametrize("read, row, message", [
+    (common.read_problems, {"input": "1+1=?", "output": "2"}, "want a prompt .* it has input, output"),
+    (common.read_problems, {"prompt": "1+1=?", "output": "2"}, "no answer .* it has prompt, output"),
+    (common.read_preferences, {"prompt": "1", "good": "2"}, "want chosen and rejected.* it has prompt, good"),
+    (common.read_preferences, {"text": "1", "chosen": "2", "rejected": "3"}, "no prompt.* it has text, chosen, reject")])
+def test_a_row_that_is_refused_is_shown_with_the_columns_that_it_has(read, row, message, tmp_path):
+    with pytest.raises(common.UserError, match="line 1: " + message):
+        read(rows(tmp_path, row))
 
 
 def test_only_the_verifier_needs_answers(tmp_path):
@@ -482,6 +530,24 @@ def test_a_template_that_fails():
         common.render_prompt("1", tokenizer, "none")
 
 
+@pytest.mark.parametrize("begun", ["Let me think.", "Let me think. <think>", "Let me think. <think>\n"])
+def test_a_last_message_of_the_assistant_is_continued(begun):
+    """As R1-Zero's recipes begin the answer. A <think> that it opens is part of the answer, also in `retokenize`."""
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = ("{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<eos>{% endfor %}"
+                               "{% if add_generation_prompt %}a:{% endif %}")
+    turns = [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": begun}]
+    assert common.render_prompt(turns, tokenizer, "none") == (f"u:1+1=?<eos>a:{begun}", True)
+    problem, = common.encode_prompts([common.Problem(turns, [], "2", {"prompt": turns})], tokenizer, SimpleNamespace(
+        model="other", system_prompt="none", max_prompt_tokens=99), "--data")
+    assert problem.opening == begun.removeprefix("Let me think. ").removeprefix("Let me think.")
+    rollout = common.Rollout(None, None, torch.ones(1, 1), ["2"], torch.tensor([True]))
+    batch = common.retokenize([problem], rollout, tokenizer, "none")
+    assert batch.input_ids[0].tolist() == [*problem.prompt_ids, *tokenizer("2<eos>")["input_ids"]]
+    tokenizer.chat_template = None
+    assert common.render_prompt(turns, tokenizer, "none") == (f"User: 1+1=?\n\nAssistant: {begun}", False)
+
+
 def test_a_template_may_shorten_earlier_answers():
     """As Qwen3's does, which leaves out what they thought."""
     tokenizer = common.tiny_tokenizer()
@@ -561,6 +627,17 @@ def test_a_template_may_open_the_thinking():
     cfg = SimpleNamespace(model="other", system_prompt="none", max_prompt_tokens=99)
     problem, = common.encode_prompts([common.Problem("1", [], "2", {})], tokenizer, cfg, "--data")
     assert problem.opening == "<think>\n"
+
+
+def test_the_first_row_is_shown(capsys):
+    """A wrong column, or a template that stands twice, shows at a glance."""
+    tokenizer, cfg = common.tiny_tokenizer(), SimpleNamespace(
+        model="other", system_prompt="", max_prompt_tokens=99, max_completion_tokens=99)
+    common.encode_prompts([common.Problem("1" * 200, [], "0", {}), common.Problem("1+1=?", [], "2", {})], tokenizer,
+                          cfg, "--data")
+    assert "--data: 1 rows; the first prompt ends with '1+1=?', its answer is '2'\n" in capsys.readouterr().err
+    common.encode_preferences([common.Preference("1+1=?", [], ["2", "3"], [], [1.0, 0.0])], tokenizer, cfg, "--data")
+    assert "--data: 1 rows; the first prompt ends with '1+1=?', its answer is '2'\n" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------- preferences

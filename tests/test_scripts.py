@@ -139,7 +139,8 @@ def test_the_samplers_logprobs_are_compared_and_not_trained_on(script, tmp_path,
 
     The old log-probs are the policy's own all the same: in the only update all ratios are 1, and nothing is clipped.
     """
-    sample = common.sample
+    sample, said = common.sample, []
+    monkeypatch.setattr(common, "say", said.append)
 
     def inexact(*args):
         rollout = sample(*args)
@@ -153,6 +154,7 @@ def test_the_samplers_logprobs_are_compared_and_not_trained_on(script, tmp_path,
     n = step.rollouts[0].lengths.float()
     assert step.metrics["sampler_gap"] == pytest.approx((n * n / 10).sum().item() / n.sum().item(), rel=1e-4)
     assert step.metrics["clip_fraction"] == 0
+    assert f"sampler_gap is {step.metrics['sampler_gap']:.3f} nats, more than rounding" in str(said)
 
 
 @pytest.mark.parametrize("script", ["grpo", "dapo", "dr_grpo", "ppo", "dpo --on_policy"])
