@@ -224,6 +224,7 @@ def launch(main, Config) -> None:
     """Run a script: parse its flags and call `main(cfg)`. A UserError becomes one line on stderr and an exit code."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    huggingface_hub.utils.enable_progress_bars()  # the line above switches them off too: a download may take minutes
     huggingface_hub.utils.logging.set_verbosity_error()
     sys.stderr.write, sys.stderr.flush = outliving_reader(sys.stderr.write), outliving_reader(sys.stderr.flush)
     try:
@@ -421,6 +422,8 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
         if cls is AutoModelForCausalLM and re.search("ForSequenceClassification|ForMaskedLM", architecture):
             raise UserError(f"--model {name}: {architecture} is a classifier (as reward models are) or an encoder, and "
                             "no causal language model")
+        if trainable and getattr(config, "quantization_config", None):
+            raise UserError(f"--model {name}: its weights are quantized; to train, take the checkpoint that is not")
         if cls is AutoModelForSequenceClassification:
             ensure_classifier(type(config))
         saved_dtype = config.dtype or torch.float32
@@ -487,7 +490,8 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
         raise UserError(f"--model {name}: its tokenizer has ids up to {largest}, its embedding only {vocabulary} rows")
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
-    tokenizer.model_max_length = min(tokenizer.model_max_length, context)
+    if context < math.inf:  # what the tokenizer says may be less, as for R1's distilled models, and is only a default
+        tokenizer.model_max_length = context
     if policy.can_generate():  # `generate` must stop where `sample` does; Qwen2.5's base models list no end of a turn
         config, file = policy.generation_config, Path(name, "generation_config.json")
         with one_line_errors(f"--model {name}: its generation_config.json is not JSON"):
@@ -636,6 +640,13 @@ def save_model(model, tokenizer, directory: Path) -> None:
         model.config.dtype = dtype  # save_pretrained wrote the masters' dtype into config.json
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        # transformers 4, on which an engine may build, reads these two, and without them assumes a base of 10,000.
+        config, rope = json.loads((folder / "config.json").read_text()), getattr(model.config, "rope_parameters", None)
+        if rope and "rope_theta" in rope:
+            config["rope_theta"] = rope["rope_theta"]
+            if rope.get("rope_type", "default") != "default":
+                config["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     on_main_rank(lambda: write_directory(directory, fill))
 
 
@@ -771,7 +782,10 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
             raise UserError(f"{place}: the answer must be a string or a finite number, not {answer!r:.40} (a --reward "
                             "of your own takes any row)")
         problems.append(Problem(prompt, [], answer, row))
-    return problems
+    # NuminaMath writes "proof" where there is no answer.
+    kept = [p for p in problems if not need_answer or p.answer != "proof" and len(p.answer) <= LONGEST_ANSWER]
+    return say_left_out(data, problems, kept, "rows whose answer is a proof or a text, which no completion can match "
+                        "(in a worked solution, \\boxed{…} or #### has to mark it)")
 
 
 def columns(row: dict) -> str:
@@ -844,6 +858,8 @@ ONE_DAY = ("{% macro strftime_now(form) %}{{ form.replace('%d', '26').replace('%
 def apply_template(tokenizer, messages: list[dict], **kwargs) -> str:
     """The text of chat messages, as the tokenizer's chat template writes it on `ONE_DAY`. Raises whatever it raises."""
     template = ONE_DAY + tokenizer.get_chat_template()
+    # `datasets` writes null for a key that other rows have. Some templates look only whether the key is there.
+    messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
     return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **kwargs)
 
 
@@ -981,8 +997,8 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
                  "what the context leaves beside completions)")
     if kept and cfg.model != "tiny":  # a wrong column, or a template that stands twice, shows at a glance
         answer = kept[0].answers[0] if isinstance(kept[0], Preference) else kept[0].answer
-        known = "" if answer is None else f", its answer is {answer!r:.100}"
-        say(f"{what}: {len(kept)} rows; the first prompt ends with {tokenizer.decode(kept[0].prompt_ids)[-100:]!r}{known}")
+        end, known = tokenizer.decode(kept[0].prompt_ids)[-100:], f", its answer is {answer!r:.100}" if answer else ""
+        say(f"{what}: {len(kept)} rows; the first prompt ends with {end!r}{known}")
     return kept
 
 
@@ -2202,6 +2218,10 @@ class Run:
         self.cfg = cfg
         self.script = Path(sys.argv[0]).name
         self.directory = Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
+        # torchrun --max-restarts and SLURM's requeue repeat the command that began the run.
+        restarts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
+        if any(map(int, restarts)) and self.checkpoints():
+            cfg.resume, cfg.overwrite = True, False
         self.next_step = 0  # step 0 is the evaluation before training
         self.failing = False  # set after --max_bad_steps skipped updates in a row
         self.stop_signal = 0

@@ -216,6 +216,15 @@ def test_an_encoder_is_no_policy(tmp_path):
         common.load_model(str(tmp_path), cpu)
 
 
+def test_quantized_weights_do_not_train(tmp_path):
+    save_random(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(common.UserError, match="its weights are quantized"):
+        common.load_model(str(tmp_path), cpu)
+
+
 def test_a_classifier_without_a_scalar_head(tmp_path):
     config = random_model("Bert")[0].config
     config.num_labels = 1
@@ -270,12 +279,12 @@ def test_completions_must_leave_room_for_a_prompt(tmp_path):
     assert common.load_policy(policy_config(tmp_path, max_new_tokens=255), cpu)[1].model_max_length == 256
 
 
-def test_the_shorter_of_two_limits_counts(tmp_path):
+def test_the_models_context_counts_and_not_the_tokenizers_limit(tmp_path):
     _, tokenizer = random_model("Qwen2")
     save_random(tmp_path)
     tokenizer.model_max_length = 100
     tokenizer.save_pretrained(tmp_path)
-    assert common.load_policy(policy_config(tmp_path), cpu)[1].model_max_length == 100
+    assert common.load_policy(policy_config(tmp_path, max_new_tokens=200), cpu)[1].model_max_length == 256
 
 
 def test_mamba_has_no_limit(tmp_path):
@@ -300,6 +309,15 @@ def test_a_model_that_load_model_has_not_loaded_is_saved_as_it_is(tmp_path):
     common.save_model(model.bfloat16(), tokenizer, tmp_path)
     assert {weight.dtype for weight in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
     assert transformers.AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+def test_the_rotary_base_also_stands_where_transformers_4_reads_it(tmp_path):
+    rope = {"rope_type": "linear", "factor": 2.0}
+    model, tokenizer = random_model("Qwen2", rope_parameters={**rope, "rope_theta": 1e6})
+    common.save_model(model, tokenizer, tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert (saved["rope_theta"], saved["rope_scaling"]) == (1e6, rope)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "saved").rope_parameters == model.config.rope_parameters
 
 
 def test_what_a_model_keeps_in_float32_is_saved_in_float32(tmp_path):
@@ -394,7 +412,7 @@ def test_ppo_learns_from_the_prompts_of_preferences(tmp_path):
     (common.read_problems, {"input": "1+1=?", "output": "2"}, "want a prompt .* it has input, output"),
     (common.read_problems, {"prompt": "1+1=?", "output": "2"}, "no answer .* it has prompt, output"),
     (common.read_preferences, {"prompt": "1", "good": "2"}, "want chosen and rejected.* it has prompt, good"),
-    (common.read_preferences, {"text": "1", "chosen": "2", "rejected": "3"}, "no prompt.* it has text, chosen, reject")])
+    (common.read_preferences, {"text": "1", "chosen": "2", "rejected": "3"}, "no prompt.* it has text, chosen, rej")])
 def test_a_row_that_is_refused_is_shown_with_the_columns_that_it_has(read, row, message, tmp_path):
     with pytest.raises(common.UserError, match="line 1: " + message):
         read(rows(tmp_path, row))
@@ -408,6 +426,15 @@ def test_only_the_verifier_needs_answers(tmp_path):
     cfg.reward = "verifier"
     with pytest.raises(common.UserError, match="no answer"):
         common.read_train_and_eval(cfg)
+
+
+def test_a_text_is_no_answer_for_the_verifier(tmp_path, capsys):
+    """NuminaMath has "proof" as the answer of every proof: the policy would learn to write that."""
+    path = rows(tmp_path, {"prompt": "p", "answer": "proof"}, {"prompt": "q", "answer": "2"},
+                {"prompt": "r", "solution": "First, " + "we add. " * 99})
+    assert [problem.prompt for problem in common.read_problems(path)] == ["q"]
+    assert "left out 2 of 3 rows whose answer is a proof or a text" in capsys.readouterr().err
+    assert len(common.read_problems(path, need_answer=False)) == 3
 
 
 def test_held_out_rows_are_never_those_of_training(tmp_path):
@@ -546,6 +573,14 @@ def test_a_last_message_of_the_assistant_is_continued(begun):
     assert batch.input_ids[0].tolist() == [*problem.prompt_ids, *tokenizer("2<eos>")["input_ids"]]
     tokenizer.chat_template = None
     assert common.render_prompt(turns, tokenizer, "none") == (f"User: 1+1=?\n\nAssistant: {begun}", False)
+
+
+def test_a_key_without_a_value_is_no_key():
+    """`datasets` writes null under the keys that only other rows have."""
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['tool_calls'] | length if 'tool_calls' in messages[0] else 0 }}"
+    turn = {"role": "user", "content": "0", "tool_calls": None}
+    assert common.render_prompt([turn], tokenizer, "none") == ("0", True)
 
 
 def test_a_template_may_shorten_earlier_answers():

@@ -460,6 +460,20 @@ def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
     assert (out / "metrics.jsonl").read_text().startswith('{"step": 0')
 
 
+@pytest.mark.parametrize("counts", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_command_that_a_launcher_repeats_resumes(counts, tmp_path, monkeypatch):
+    """Whatever it says of an earlier run, which --overwrite would delete here."""
+    command = ["dr_grpo.py", "--prompts_per_step", 2, "--eval_data", few_problems(tmp_path), "--output_dir",
+               tmp_path / "run", "--overwrite", "--steps"]
+    monkeypatch.setenv(counts, "0")
+    run_script(*command, 1)
+    first = (tmp_path / "run" / "metrics.jsonl").read_text()
+    monkeypatch.setenv(counts, "1")
+    run_script(*command, 2)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().startswith(first)
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2]
+
+
 def test_a_directory_takes_one_run_at_a_time(tmp_path):
     """A run waits in its reward function. Meanwhile no other may continue or replace it; then it goes on."""
     path = write(tmp_path / "reward.py", f"""
