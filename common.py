@@ -120,7 +120,7 @@ def innermost(error: BaseException) -> str:
 
 
 def flag(default, help: str):
-    """A dataclass field that HfArgumentParser turns into `--name`, with its help text."""
+    """A dataclass field that HfArgumentParser turns into `--name`, with its help text. LIMITS are those of numbers."""
     return field(default=default, metadata={"help": help})
 
 
@@ -1028,7 +1028,8 @@ def checksum(items: list, what: str) -> int:
 class Shuffled:
     """Endless passes over `items`, each in its own seeded order. `position` is all that --resume needs.
 
-    Collective. Raises UserError if the ranks' items differ.
+    For another order, override `order`: a permutation for each epoch. Collective. Raises UserError if the ranks' items
+    differ.
     """
 
     def __init__(self, items: list, seed: int):
@@ -1608,11 +1609,11 @@ def join_drawn(drawn, pad_id: int):
 
     def join(tensors, value):  # [n, l+t] each -> [N, L+T]
         return torch.cat([F.pad(x, (L - l, T - t), value=value) for x, (l, t) in zip(tensors, widths)])
-    attention_mask = join([r.attention_mask for r in rollouts], 0)
+    mask, logprobs = (torch.cat([F.pad(getattr(r, name), (0, T - t)) for r, (_, t) in zip(rollouts, widths)])
+                      for name in ("mask", "logprobs"))  # [N, T]
     rollout = Rollout(
-        join([r.input_ids for r in rollouts], pad_id), attention_mask, attention_mask[:, L:].bool(),
-        sum((r.completions for r in rollouts), []), torch.cat([r.finished for r in rollouts]),
-        torch.cat([F.pad(r.logprobs, (0, T - t)) for r, (_, t) in zip(rollouts, widths)]))
+        join([r.input_ids for r in rollouts], pad_id), join([r.attention_mask for r in rollouts], 0), mask,
+        sum((r.completions for r in rollouts), []), torch.cat([r.finished for r in rollouts]), logprobs)
     return sum(problems, []), rollout, torch.cat(rewards), torch.cat(correct)
 
 
@@ -1926,11 +1927,12 @@ def micro_batches(batch, blocks, max_tokens: int):
     Every rank yields the same number, since FSDP's gradient reduction waits for all. If there are fewer blocks than
     ranks, a rank without one yields the first block again, with T = 0: it must get no weight.
     """
-    total, completion = batch.attention_mask.sum(1).tolist(), batch.mask.sum(1).tolist()
+    end = batch.input_ids.shape[1] - batch.mask.shape[1]  # of the prompts
+    # All that follows the prompt counts: a mask that leaves out what a tool wrote has holes.
+    total, completion = (mask.sum(1).tolist() for mask in (batch.attention_mask, batch.attention_mask[:, end:]))
     prompt = [t - c for t, c in zip(total, completion)]
     blocks = [block if isinstance(block, list) else [int(block)] for block in blocks]
     rows = [row for block in blocks for row in block]
-    end = batch.input_ids.shape[1] - batch.mask.shape[1]  # of the prompts
     copy_of = {row: hash((prompt[row], ids[end - prompt[row]:end + completion[row]].tobytes()))
                for row, ids in zip(rows, batch.input_ids[rows].cpu().numpy())}  # row: a number that equal rows share
 
@@ -2225,7 +2227,7 @@ class Run:
         self.next_step = 0  # step 0 is the evaluation before training
         self.failing = False  # set after --max_bad_steps skipped updates in a row
         self.stop_signal = 0
-        self.extra = {}  # numbers of the script's own, set before `start`: checkpoints keep them
+        self.extra = {}  # numbers or tensors of the script's own, under keys set before `start`: checkpoints keep them
         self.device = setup_device()  # before what may fail on one machine alone: the others notice when it ends
         flags = gather_in_order([vars(cfg) | {"output_dir": ""}])  # `start` looks whether the machines share that
         if other := [name for name in flags[0] if any(of_rank.get(name) != flags[0][name] for of_rank in flags)]:
@@ -2425,6 +2427,7 @@ class Run:
 
     def end_step(self, step: int, metrics: dict[str, float]) -> None:
         """Log the step, save if it is time to, and stop the run if it has to stop. Collective."""
+        metrics = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         if rank() == 0:
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             self.append("metrics.jsonl", [{"step": step, **finite}])  # JSON has no NaN
@@ -2485,7 +2488,7 @@ class Run:
         """All that a checkpoint holds. The tensors are the live ones: `dcp.load` fills them in place."""
         fixed = {name: value for name, value in vars(self.cfg).items() if name not in self.MAY_CHANGE}
         fixed |= {"script": self.script, "rows of --data": len(self.data.items),
-                  "checksum of --data": self.data.checksum}
+                  "checksum of --data": self.data.checksum, "run.extra": sorted(self.extra)}
         state = {"run": json.dumps(fixed), "position": self.data.position, "extra": self.extra,
                  "bad_steps": self.bad_steps, "updates": {},
                  "random": torch.get_rng_state()}  # the same on every rank
@@ -2527,6 +2530,11 @@ class Run:
         if self.next_step > self.cfg.steps + 1:  # equal: all steps are done, but model/ may not have been written
             raise UserError(f"--resume: {self.directory} has done {self.next_step - 1} steps, more than --steps")
         try:
+            for _, optimizer, _ in self.trained.values() if self.next_step else []:
+                for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
+                    parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+                optimizer.step()  # makes the tensors of its state, whatever optimizer it is; `dcp.load` fills them
+                optimizer.zero_grad()
             state = self.state()
             own = json.loads(state["run"])
             dcp.load(state, checkpoint_id=path)

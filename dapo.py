@@ -120,12 +120,12 @@ def unit_token_weights(mask: torch.Tensor, size: int, num_sequences: int) -> tor
 def dapo_loss(logprobs, old_logprobs, advantages, weights, clip_low: float, clip_high: float):
     """Eq. 8 as a loss: Σ_{i,t} w · −min(ρ Â, clip(ρ) Â). Returns (loss, stats).
 
-    All tensors are [B, T], except advantages [B]. Gradients flow into `logprobs` only. Where a weight is 0, the other
+    All tensors are [B, T]; advantages may be [B]. Gradients flow into `logprobs` only. Where a weight is 0, the other
     tensors may hold anything, even NaN.
     """
     active = weights > 0  # `where` sets the rest to 0; multiplying NaN by a weight of 0 would not
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
-    advantages = advantages.detach().reshape(-1, 1).where(active, 0.0)
+    advantages = advantages.detach().reshape(len(logprobs), -1).where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
@@ -182,7 +182,7 @@ def main(cfg: Config) -> None:
         count = math.ceil(cfg.minibatches * len(groups) / cfg.prompts_per_step)  # with fewer groups, fewer minibatches
         minibatches = order.tensor_split(count) if count > 0 else ()
         # At update 0 the policy is still the one that sampled: that update records its own log-probs as the old ones.
-        # Only the later minibatches need a forward pass for theirs.
+        # Only the later minibatches need a forward pass for theirs. (Until then, the first one's rows hold 0.)
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
 

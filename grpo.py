@@ -68,12 +68,12 @@ def token_weights(mask: torch.Tensor, num_sequences: int) -> torch.Tensor:
 def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, weights, clip_eps: float, kl_coef: float):
     """Eq. 3 as a loss: Σ_{i,t} w · (−min(ρ Â, clip(ρ) Â) + β·KL). Returns (loss, stats).
 
-    All tensors are [B, T], except advantages [B]. Gradients flow into `logprobs` only. Where a weight is 0, the other
+    All tensors are [B, T]; advantages may be [B]. Gradients flow into `logprobs` only. Where a weight is 0, the other
     tensors may hold anything, even NaN.
     """
     active = weights > 0  # `where` sets the rest to 0; multiplying NaN by a weight of 0 would not
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
-    advantages = advantages.detach().reshape(-1, 1).where(active, 0.0)
+    advantages = advantages.detach().reshape(len(logprobs), -1).where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
@@ -119,7 +119,7 @@ def main(cfg: Config) -> None:
         # 4. Update. Weights are relative to the whole minibatch, so the gradients of its micro-batches just add up.
         minibatches = torch.randperm(len(advantages)).tensor_split(cfg.minibatches)  # shuffled row numbers
         # At update 0 the policy is still the one that sampled: that update records its own log-probs as the old ones.
-        # Only the later minibatches need a forward pass for theirs.
+        # Only the later minibatches need a forward pass for theirs. (Until then, the first one's rows hold 0.)
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
         ref_logprobs = common.rollout_logprobs(reference, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)

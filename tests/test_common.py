@@ -1113,6 +1113,21 @@ def test_rollouts_of_two_widths_are_joined():
         assert joined.attention_mask[row, -T - 1] == 1  # the prompt ends where the completion begins
 
 
+def test_a_mask_may_have_holes():
+    """Tokens that a tool wrote are read, but are not the policy's."""
+    def rollout(prompts, completions, holes):
+        ids, attention_mask, mask = common.collate(prompts, completions, 0)
+        mask[holes] = False
+        return common.Rollout(ids, attention_mask, mask, [""] * len(ids), mask[:, 0], mask.float())
+    drawn = [rollout([[1, 2, 3], [4]], [[5, 6, 7, 8, 9], [5, 6]], (0, slice(1, 3))), rollout([[1]], [[5]], (0, 0))]
+    _, joined, *_ = common.join_drawn([([], each, torch.ones(1, 1), torch.ones(1, 1)) for each in drawn], 0)
+    assert joined.mask.int().tolist() == [[1, 0, 0, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
+    for max_tokens in (1, 99):
+        for rows, input_ids, attention_mask, T in common.micro_batches(joined, range(3), max_tokens):
+            assert attention_mask.sum() == joined.attention_mask[rows].sum()  # only padding was trimmed
+            assert T == joined.attention_mask[rows, 3:].sum(1).max()
+
+
 def test_joined_verdicts_are_not_signs_of_rewards():
     """`correct` is the verifier's verdict. The sign of a reward may differ, because of a format bonus or a penalty."""
     ids = torch.ones(2, 3, dtype=torch.long)

@@ -1,4 +1,5 @@
 """Whole runs: clear errors, exact resumption, and the same numbers for any number of processes."""
+import functools
 import importlib
 import json
 import math
@@ -655,6 +656,42 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
     for file in (tmp_path / "run").glob("checkpoint/*/*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(common.UserError, match="is damaged.*(EOF|Error)"):
+        begin(resume=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+@pytest.mark.parametrize("optimizer_class", [functools.partial(torch.optim.SGD, momentum=0.9), torch.optim.NAdam,
+                                             functools.partial(torch.optim.AdamW, amsgrad=True)])
+def test_another_optimizer_and_a_reference_that_is_renewed_are_resumed_too(optimizer_class, tmp_path, monkeypatch):
+    """For those who change the script: only its own optimizer is AdamW, and a checkpoint also keeps `run.extra`."""
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+
+    def begin(resume):
+        torch.manual_seed(0)
+        model, reference = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        run = common.Run(grpo.Config(output_dir=str(tmp_path), resume=resume))
+        run.extra = {"reference": reference.state_dict()}
+        optimizer = optimizer_class(model.parameters(), lr=0.1)
+        schedule = transformers.get_constant_schedule(optimizer)
+        run.start(common.Shuffled([1], 0), policy=(model, optimizer, schedule))
+
+        def step(x):
+            model(torch.tensor([x, 1.0])).sum().backward()
+            run.optimizer_step(model, optimizer, schedule, torch.tensor(0.0))
+            reference.load_state_dict(model.state_dict())
+            return [p.detach().clone() for p in (*model.parameters(), *reference.parameters())]
+        return run, step, reference
+
+    run, step, reference = begin(resume=False)
+    step(1.0)
+    run.next_step = 1
+    run.save_checkpoint()
+    renewed, whole = reference.weight.clone(), step(-2.0)
+    run, step, reference = begin(resume=True)
+    assert torch.equal(reference.weight, renewed) and all(map(torch.equal, step(-2.0), whole))
+    run.extra["late"], run.next_step = 1.0, 2  # not there when a run is resumed: it would be lost without a word
+    run.save_checkpoint()
+    with pytest.raises(common.UserError, match="is of another run: run.extra"):
         begin(resume=True)
 
 

@@ -93,6 +93,16 @@ def test_gradients_flow_into_the_log_probs_alone(loss):
 
 
 @pytest.mark.parametrize("script", GROUP_SCRIPTS)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_each_token_may_have_an_advantage_of_its_own(script, rows):
+    """As process rewards give. At ratio 1, a token's gradient is −w Â."""
+    logprobs, weights = torch.zeros(rows, 3, requires_grad=True), torch.full((rows, 3), 1 / 6)
+    advantages = torch.tensor([[1.0, -2.0, 3.0], [4.0, 0.0, -5.0]])[:rows]
+    LOSSES[script](logprobs, logprobs.detach(), advantages, weights)[0].backward()
+    torch.testing.assert_close(logprobs.grad, -advantages / 6)
+
+
+@pytest.mark.parametrize("script", GROUP_SCRIPTS)
 def test_a_column_of_advantages_is_read_as_one_per_row(script):
     """[N, 1] would otherwise broadcast to [N, N, T], whose advantages sum to 0: nothing would be learned."""
     logprobs, weights = torch.zeros(2, 3, requires_grad=True), torch.full((2, 3), 1 / 6)
