@@ -120,7 +120,7 @@ def innermost(error: BaseException) -> str:
 
 
 def flag(default, help: str):
-    """A dataclass field that HfArgumentParser turns into `--name`, with its help text. LIMITS are those of numbers."""
+    """A dataclass field that HfArgumentParser turns into `--name`, with its help text. Of a number, see also LIMITS."""
     return field(default=default, metadata={"help": help})
 
 
@@ -224,7 +224,8 @@ def launch(main, Config) -> None:
     """Run a script: parse its flags and call `main(cfg)`. A UserError becomes one line on stderr and an exit code."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    huggingface_hub.utils.enable_progress_bars()  # the line above switches them off too: a download may take minutes
+    if not huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS:
+        huggingface_hub.utils.enable_progress_bars()  # a download may take minutes; the line above switched these off too
     huggingface_hub.utils.logging.set_verbosity_error()
     sys.stderr.write, sys.stderr.flush = outliving_reader(sys.stderr.write), outliving_reader(sys.stderr.flush)
     try:
@@ -758,12 +759,13 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
     """Rows with a prompt (`prompt`, `question` or `problem`; or preferences, for their prompts) and an answer (one of
     ANSWERS, or verl's `reward_model.ground_truth`), not yet encoded.
 
-    A gold answer inside a worked solution (GSM8K's `#### 18`, MATH's `\\boxed{18}`) is taken out of it.
+    A gold answer inside a worked solution (GSM8K's `#### 18`, MATH's `\\boxed{18}`) is taken out of it. With
+    need_answer, rows whose answer is a long text are left out, with a line that says how many.
     """
     problems = []
     for row, place in read_rows(data, split):
         if row.get("chosen"):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError):  # the rows of a reward model, for PPO
                 row = {**row, "prompt": prompt_and_answers(row)[0]}
         prompt, verl = row_prompt(row), row.get("reward_model")
         if not is_prompt(prompt):
