@@ -225,7 +225,7 @@ def launch(main, Config) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if not huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS:
-        huggingface_hub.utils.enable_progress_bars()  # a download may take minutes; the line above switched these off too
+        huggingface_hub.utils.enable_progress_bars()  # a download takes long; these went off with the others
     huggingface_hub.utils.logging.set_verbosity_error()
     sys.stderr.write, sys.stderr.flush = outliving_reader(sys.stderr.write), outliving_reader(sys.stderr.flush)
     try:
