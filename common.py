@@ -120,7 +120,7 @@ def innermost(error: BaseException) -> str:
 
 
 def flag(default, help: str):
-    """A dataclass field that HfArgumentParser turns into `--name`, with its help text. Of a number, see also LIMITS."""
+    """A dataclass field that HfArgumentParser turns into `--name`, with its help text. A number's bounds: LIMITS."""
     return field(default=default, metadata={"help": help})
 
 
@@ -394,10 +394,14 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
         cls = PreTrainedTokenizerFast if kind in ("TokenizersBackend", "PreTrainedTokenizerFast") else AutoTokenizer
         tokenizer = cls.from_pretrained(name, trust_remote_code=trust_remote_code)
         file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-        if file and isinstance(tokenizer, PreTrainedTokenizerFast):
+        remote = not type(tokenizer).__module__.startswith("transformers.")  # a class that came with the model
+        if file and isinstance(tokenizer, PreTrainedTokenizerFast) and not remote:
             text, own = "In 2023, it's 1+1 =  two.\n\n\tÇa va? 你好", tokenizers.Tokenizer.from_file(file)
+            own.no_padding()
             if tokenizer.encode(text, add_special_tokens=False) != own.encode(text, add_special_tokens=False).ids:
+                eos = tokenizer.eos_token  # which the architecture's class may know without the files
                 tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
+                tokenizer.eos_token = tokenizer.eos_token or eos
         if not tokenizer("1")["input_ids"]:  # transformers makes up an empty one where a model has no tokenizer
             raise UserError(f"--model {name}: no tokenizer there")
     if tokenizer.eos_token_id is None:
@@ -641,11 +645,11 @@ def save_model(model, tokenizer, directory: Path) -> None:
         model.config.dtype = dtype  # save_pretrained wrote the masters' dtype into config.json
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        # transformers 4, on which an engine may build, reads these two, and without them assumes a base of 10,000.
+        # transformers 4, on which an engine may build, reads rope_scaling, and rope_theta, else it assumes 10,000.
         config, rope = json.loads((folder / "config.json").read_text()), getattr(model.config, "rope_parameters", None)
         if rope and "rope_theta" in rope:
             config["rope_theta"] = rope["rope_theta"]
-            if rope.get("rope_type", "default") != "default":
+            if rope.get("rope_type", "default") not in ("default", "longrope"):  # the latter has other fields there
                 config["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     on_main_rank(lambda: write_directory(directory, fill))
@@ -760,20 +764,23 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
     ANSWERS, or verl's `reward_model.ground_truth`), not yet encoded.
 
     A gold answer inside a worked solution (GSM8K's `#### 18`, MATH's `\\boxed{18}`) is taken out of it. With
-    need_answer, rows whose answer is a long text are left out, with a line that says how many.
+    need_answer, rows whose answer is "proof" or a long text are left out, with a line that says how many.
     """
     problems = []
     for row, place in read_rows(data, split):
-        if row.get("chosen"):
+        if row.get("chosen") or row.get("responses"):
             with contextlib.suppress(ValueError):  # the rows of a reward model, for PPO
                 row = {**row, "prompt": prompt_and_answers(row)[0]}
         prompt, verl = row_prompt(row), row.get("reward_model")
         if not is_prompt(prompt):
             raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem; it "
                             f"has {columns(row)}")
-        found = *map(row.get, ANSWERS), verl.get("ground_truth") if isinstance(verl, dict) else None
-        answer = next((value for value in found if value is not None and str(value).strip()), None)
-        if type(answer) in (str, int) or type(answer) is float and math.isfinite(answer):  # no bool, which is an int
+        found = [*map(row.get, ANSWERS), verl.get("ground_truth") if isinstance(verl, dict) else None]
+        found = [value for value in found if value is not None and str(value).strip()]
+        usable = [value for value in found  # no bool, which is an int
+                  if type(value) in (str, int) or type(value) is float and math.isfinite(value)]
+        answer = next(iter(usable or found), None)
+        if usable:
             answer = extract_answer(answer) or str(answer)
         elif not need_answer:
             answer = None  # the reward function gets the whole row
@@ -786,8 +793,8 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
         problems.append(Problem(prompt, [], answer, row))
     # NuminaMath writes "proof" where there is no answer.
     kept = [p for p in problems if not need_answer or p.answer != "proof" and len(p.answer) <= LONGEST_ANSWER]
-    return say_left_out(data, problems, kept, "rows whose answer is a proof or a text, which no completion can match "
-                        "(in a worked solution, \\boxed{…} or #### has to mark it)")
+    return say_left_out(data, problems, kept, f"rows whose answer is a proof, or longer than {LONGEST_ANSWER} "
+                        "characters (in a worked solution, \\boxed{…} or #### has to mark it)")
 
 
 def columns(row: dict) -> str:
@@ -1322,8 +1329,8 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     tokens = tokens[:, :lengths.max()]
     mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
     tokens, logprobs = tokens.where(mask, pad_id), logprobs[:, :tokens.shape[1]].where(mask, 0)
-    # The texts leave out the end by position: it need not be a special token. Where <answer> is such a token, they keep
-    # these: rewards have to see it. Row by row, for Python's ints are large.
+    # The texts leave out the end by position: it need not be a special token. Where <answer> is one, special tokens
+    # stay: rewards have to see it. Row by row, for Python's ints are large.
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     skip_special = not any(token.special and token.content in TAGS for token in added)
     ids, text_lengths = tokens.cpu().numpy(), (lengths - finished.long()).tolist()
@@ -2222,10 +2229,9 @@ class Run:
         self.cfg = cfg
         self.script = Path(sys.argv[0]).name
         self.directory = Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
-        # torchrun --max-restarts and SLURM's requeue repeat the command that began the run.
-        restarts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
-        if any(map(int, restarts)) and self.checkpoints():
-            cfg.resume, cfg.overwrite = True, False
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and self.checkpoints():
+            say(f"restarted by torchrun: continuing {self.directory}, as with --resume")  # it repeats the first command
+            cfg.resume = True
         self.next_step = 0  # step 0 is the evaluation before training
         self.failing = False  # set after --max_bad_steps skipped updates in a row
         self.stop_signal = 0

@@ -393,6 +393,8 @@ def test_the_first_of_several_fields_counts(tmp_path):
     problem, = common.read_problems(rows(tmp_path, {
         "question": "q", "answer": "Two and three make five.", "reference_answer": "5"}))  # as MegaScience has them
     assert problem.answer == "5"
+    problem, = common.read_problems(rows(tmp_path, {"question": "q", "final_answer": ["6"], "answer": 5}))
+    assert problem.answer == "5"
 
 
 def test_ppo_learns_from_the_prompts_of_preferences(tmp_path):
@@ -433,7 +435,7 @@ def test_a_text_is_no_answer_for_the_verifier(tmp_path, capsys):
     path = rows(tmp_path, {"prompt": "p", "answer": "proof"}, {"prompt": "q", "answer": "2"},
                 {"prompt": "r", "solution": "First, " + "we add. " * 99})
     assert [problem.prompt for problem in common.read_problems(path)] == ["q"]
-    assert "left out 2 of 3 rows whose answer is a proof or a text" in capsys.readouterr().err
+    assert "left out 2 of 3 rows whose answer is a proof, or longer than 400" in capsys.readouterr().err
     assert len(common.read_problems(path, need_answer=False)) == 3
 
 
