@@ -872,6 +872,11 @@ def apply_template(tokenizer, messages: list[dict], **kwargs) -> str:
     return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **kwargs)
 
 
+def is_begun(prompt) -> bool:
+    """Whether chat messages end with the beginning of an answer."""
+    return isinstance(prompt, list) and prompt[-1]["role"] == "assistant"
+
+
 def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_PROMPT,
                   surplus: str = "") -> tuple[str, bool]:
     """A string or chat messages -> (text for the model, whether a chat template wrote it).
@@ -891,7 +896,7 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if messages[0]["role"] != "system" and (system_prompt or default):
         messages = [{"role": "system", "content": system_prompt or default}, *messages]
-    begun = messages[-1]["role"] == "assistant"
+    begun = is_begun(messages)
     if not tokenizer.chat_template:
         turns = [f"{m['role'].capitalize()}: {m['content']}" for m in messages]
         return "\n\n".join(turns if begun else [*turns, "Assistant:"]), False
@@ -962,22 +967,23 @@ def pad_unlike_eos(tokenizer) -> int:
     return tokenizer.pad_token_id
 
 
-def encode_answers(tokenizer, given: list[tuple[tuple[str, bool], list[int], str]], lead: str) -> list[list[int]]:
-    """Token ids of answers as they follow their prompts. given: each prompt as rendered, its token ids, the answer.
+def encode_answers(tokenizer, given: list[tuple[tuple[str, bool], list[int], str, bool]], lead: str) -> list[list[int]]:
+    """Token ids of answers as they follow their prompts. given: each prompt as rendered, its token ids, the answer, and
+    whether the prompt has begun it.
 
     lead: what a template puts before an answer (`answer_form`). An answer with a thought of its own gets no empty one.
     Each is read together with its prompt, since SentencePiece tokenizers put a space before a text that is read alone.
     Only where the two merge at the seam, so that the prompt gets other tokens, is the answer read alone.
     """
     answers = []
-    for (_, templated), _, answer in given:
+    for (_, templated), _, answer, begun in given:
         has_thought = answer.lstrip().startswith("<think>")  # then only what comes before a thought (GLM-4.5's newline)
         front = re.split("</?think>", lead)[0] if has_thought else lead
-        answers.append(front + answer.lstrip() if templated else answer)
+        answers.append(front + answer.lstrip() if templated and not begun else answer)
     whole = encode(tokenizer, [(text + answer, templated) for ((text, templated), *_), answer in zip(given, answers)])
     return [ids[len(prompt):] if ids[:len(prompt)] == prompt
             else tokenizer(answer, add_special_tokens=False)["input_ids"]
-            for ids, (_, prompt, _), answer in zip(whole, given, answers)]
+            for ids, (_, prompt, *_), answer in zip(whole, given, answers)]
 
 
 def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT,
@@ -993,12 +999,12 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
         if cfg.model == "tiny" and tokenizer.unk_token_id in ids:
             raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}")
         problem.prompt_ids = ids
-        if isinstance(problem.prompt, list):
-            problem.prompt = text
         if isinstance(problem, Preference):
-            problem.rendered = text, templated
+            problem.rendered, problem.begun = (text, templated), is_begun(problem.prompt)
         elif text.rstrip().endswith("<think>"):  # as reasoning models' templates do
             problem.opening = text[text.rindex("<think>"):]
+        if isinstance(problem.prompt, list):
+            problem.prompt = text
     limit = min(cfg.max_prompt_tokens, tokenizer.model_max_length - getattr(cfg, "max_new_tokens", 1))
     kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= limit]
     checksum(kept, what)  # refuses other rows on another machine
@@ -1086,6 +1092,7 @@ class Preference:
     margin: float = 0.0           # optional `margin` of a row: by how much r⁺ should exceed r⁻
     ref_logprobs: torch.Tensor | None = None  # [K] of the answers under the reference, once dpo.py has computed them
     rendered: tuple = ()          # (text, whether a chat template wrote it) of the prompt
+    begun: bool = False           # whether the prompt ends with the beginning of the answers
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -1184,7 +1191,7 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
     endings = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens([end, tokenizer.eos_token_id])))
     endings = rf"(({endings})\s*)+$"  # some data has them already
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="", surplus=surplus)
-    given = [(p.rendered, p.prompt_ids, re.sub(endings, "", answer)) for p in kept for answer in p.answers]
+    given = [(p.rendered, p.prompt_ids, re.sub(endings, "", answer), p.begun) for p in kept for answer in p.answers]
     encoded, cut = iter(encode_answers(tokenizer, given, lead)), 0
     for preference in kept:
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
@@ -2071,11 +2078,11 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     rendered = [(text.removesuffix(problem.opening), templated)  # where the messages end with it
                 for (text, templated), problem in zip(rendered, problems)]
     G, completions = len(rollout.completions) // len(problems), iter(rollout.completions)
-    given = [(text, ids, problem.opening + next(completions))
-             for problem, text, ids in zip(problems, rendered, encode(tokenizer, rendered)) for _ in range(G)]  # [N]
+    given = [(text, ids, problem.opening + next(completions), is_begun(prompt)) for problem, prompt, text, ids
+             in zip(problems, prompts, rendered, encode(tokenizer, rendered)) for _ in range(G)]  # [N]
     encoded, finished = encode_answers(tokenizer, given, lead), rollout.finished.tolist()
-    answers = [ids[-1:] + answer + [end] * ended for (_, ids, _), answer, ended in zip(given, encoded, finished)]
-    return collate([ids[:-1] for _, ids, _ in given], answers, tokenizer.pad_token_id, rollout.mask.device)
+    answers = [ids[-1:] + answer + [end] * ended for (_, ids, *_), answer, ended in zip(given, encoded, finished)]
+    return collate([ids[:-1] for _, ids, *_ in given], answers, tokenizer.pad_token_id, rollout.mask.device)
 
 
 def load_reward_function(spec: str):

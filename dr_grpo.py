@@ -25,8 +25,8 @@ from common import flag, sample, token_logprobs
 @dataclass
 class Config(common.RunConfig):
     steps: int = flag(60, "training steps, each on a new rollout batch")
-    prompts_per_step: int = flag(16, "P: prompts per rollout batch (GRPO's paper 1,024/64, DAPO's 512, Dr. GRPO's "
-                                     "code 128)")
+    prompts_per_step: int = flag(16, "P: prompts per rollout batch (GRPO's paper 1,024/64 = 16, DAPO's 512, Dr. "
+                                     "GRPO's code 128)")
     group_size: int = flag(16, "G: completions per prompt (GRPO's paper 64, DAPO's 16, Dr. GRPO's code 8)")
     max_new_tokens: int = flag(40, "L_max: completions are cut off after this many tokens (GRPO's paper 1,024, DAPO's "
                                    "20,480, Dr. GRPO's code 3,000)")

@@ -573,6 +573,14 @@ def test_a_last_message_of_the_assistant_is_continued(begun):
     rollout = common.Rollout(None, None, torch.ones(1, 1), ["2"], torch.tensor([True]))
     batch = common.retokenize([problem], rollout, tokenizer, "none")
     assert batch.input_ids[0].tolist() == [*problem.prompt_ids, *tokenizer("2<eos>")["input_ids"]]
+    # A template that puts an empty thought before an answer has put it before the beginning of this one.
+    tokenizer.chat_template = ("{% for m in messages %}{{ '<think></think>' if m['role'] == 'assistant' else '' }}"
+                               "{{ m['content'] }}<eos>{% endfor %}")
+    preference = common.Preference(turns, [], [" 2", "3"], [], [1.0, 0.0])
+    common.encode_preferences([preference], tokenizer, SimpleNamespace(
+        model="other", system_prompt="none", max_prompt_tokens=99, max_completion_tokens=9), "--data")
+    assert preference.prompt == f"1+1=?<eos><think></think>{begun}"
+    assert preference.answer_ids == [tokenizer(text)["input_ids"] for text in (" 2<eos>", "3<eos>")]
     tokenizer.chat_template = None
     assert common.render_prompt(turns, tokenizer, "none") == (f"User: 1+1=?\n\nAssistant: {begun}", False)
 
