@@ -260,11 +260,18 @@ def test_the_tokenizer_is_that_of_the_file(architecture, kind, tmp_path):
         vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False))
     getattr(transformers, f"{architecture}Config")(vocab_size=300).save_pretrained(tmp_path)
     own.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": kind, "bos_token": "<s>", "eos_token": "</s>"}))
+    settings = {"tokenizer_class": kind, "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     text = "The year\n 2023"
     ids = common.load_tokenizer(str(tmp_path))(text, add_special_tokens=False)["input_ids"]
     assert ids == own.encode(text).ids and own.decode(ids) == text
+    # A class that came with the model may encode as it likes.
+    settings["auto_map"] = {"AutoTokenizer": [None, "own_tokenizer.Own"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": "Own"}))
+    (tmp_path / "own_tokenizer.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast):\n"
+        "    def encode(self, text, **more): return [7]\n")
+    assert common.load_tokenizer(str(tmp_path), trust_remote_code=True).encode(text) == [7]
 
 
 def test_an_embedding_may_be_padded(tmp_path):
@@ -395,6 +402,9 @@ def test_the_first_of_several_fields_counts(tmp_path):
     assert problem.answer == "5"
     problem, = common.read_problems(rows(tmp_path, {"question": "q", "final_answer": ["6"], "answer": 5}))
     assert problem.answer == "5"
+    for name in ("final_answer", "expected_answer"):
+        problem, = common.read_problems(rows(tmp_path, {"question": "q", name: "7", "solution": "8"}))
+        assert problem.answer == "7"
 
 
 def test_ppo_learns_from_the_prompts_of_preferences(tmp_path):
