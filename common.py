@@ -443,7 +443,10 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
     def read_weights():
         with one_line_errors(errors), torch.random.fork_rng(devices=[]):  # a new head draws random numbers
             model, report = cls.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True,
-                                                trust_remote_code=trust_remote_code, output_loading_info=True)
+                                                trust_remote_code=trust_remote_code, output_loading_info=True,
+                                                ignore_mismatched_sizes=True)
+            for key, *shapes in sorted(report["mismatched_keys"]):  # by itself, transformers would not say which
+                raise UserError("--model {}: {} is {}, its config asks for {}".format(name, key, *map(list, shapes)))
             # They would stay random, which only a head that is to be trained may be.
             if missing := set(report["missing_keys"]) - ({"score.weight"} if trainable else set()):
                 raise UserError(f"--model {name}: no weights for {min(missing)}")
@@ -490,9 +493,8 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     name = model_name(cfg)
     tokenizer = load_tokenizer(name, cfg.trust_remote_code)
     policy = load_model(name, device, cls=cls, trust_remote_code=cfg.trust_remote_code, **config_changes)
-    vocabulary, context = policy.config.get_text_config().vocab_size, context_length(policy)
-    if (largest := max(tokenizer.get_vocab().values())) >= vocabulary:
-        raise UserError(f"--model {name}: its tokenizer has ids up to {largest}, its embedding only {vocabulary} rows")
+    check_vocabulary(name, tokenizer.get_vocab().values(), policy)
+    context = context_length(policy)
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     if context < math.inf:  # what the tokenizer says may be less, as for R1's distilled models, and is only a default
@@ -511,6 +513,11 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
                     setattr(config, unused, None)
             config.validate(strict=True)  # now, and not when the trained model is saved
     return policy, tokenizer
+
+
+def check_vocabulary(name: str, ids, model) -> None:
+    if max(ids) >= (rows := model.config.get_text_config().vocab_size):
+        raise UserError(f"--model {name}: its tokenizer has ids up to {max(ids)}, its embedding only {rows} rows")
 
 
 def context_length(model) -> float:
@@ -2041,6 +2048,7 @@ def load_reward_model(cfg):
         device = setup_device()  # again, but only to learn which it is
         model = load_model(cfg.reward, device, trainable=False, cls=AutoModelForSequenceClassification,
                            trust_remote_code=cfg.trust_remote_code)
+        check_vocabulary(cfg.reward, set(own.get_vocab().values()) - {own.pad_token_id}, model)  # it reads no padding
     except UserError as error:
         raise UserError(str(error).replace("--model", "--reward", 1)) from error
     if model.config.num_labels != 1:
@@ -2104,6 +2112,7 @@ def load_reward_function(spec: str):
         with contextlib.chdir("."), torch.enable_grad(), torch.random.fork_rng(devices=[]), ctrl_c_blocked():
             source.loader.exec_module(module)
         torch.set_default_dtype(dtype)
+        torch.set_default_device(None)
     except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may end in sys.exit
         raise UserError(f"--reward {spec}: {path} does not load: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
@@ -2119,7 +2128,7 @@ def load_reward_function(spec: str):
         except BaseException as error:  # SystemExit, for example, or the FunctionTimedOut of func_timeout
             lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == source.origin]
             line = f" (line {lines[-1]})" if lines else ""
-            raise UserError(f"--reward {spec} raised {type(error).__name__}: {error}{line}, on row "
+            raise UserError(f"--reward {spec} raised {type(error).__name__}: {str(error):.500}{line}, on row "
                             f"{problem.row!r:.300}, completion {completion!r:.200}") from error
         if not is_number(reward):
             raise UserError(f"--reward {spec} returned {reward!r:.100}, want a finite float or int, on row "

@@ -523,6 +523,20 @@ def test_a_directory_that_is_no_reward_model_is_refused_by_name(tmp_path, policy
     save(tmp_path / "two", AutoModelForSequenceClassification.from_config(policy.config), tokenizer)
     with pytest.raises(common.UserError, match="^--reward .*two: want a sequence classifier with one label"):
         common.load_reward(reward_config(tmp_path / "two", policy_directory))
+    save_reward_model(tmp_path / "larger")
+    tokenizer.add_tokens(["one", "more"])  # to the tokenizer, but not to the embedding
+    tokenizer.save_pretrained(tmp_path / "larger")
+    with pytest.raises(common.UserError, match="^--reward .*larger: its tokenizer has ids up to 27, its embedding only"):
+        common.load_reward(reward_config(tmp_path / "larger", policy_directory))
+
+
+def test_a_reward_model_needs_no_embedding_of_its_pad_token(tmp_path, policy_directory):
+    """Many tokenizers had none, and got one; positions tell where padding is."""
+    save_reward_model(tmp_path)
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(tmp_path)
+    common.load_reward(reward_config(tmp_path, policy_directory))
 
 
 # ---------------------------------------------------------------------------------------------------- whole runs
