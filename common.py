@@ -2791,7 +2791,8 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     2. What follows the last <answer>, though it is never closed: samplers that stop at </answer> cut the tag off.
        `sample` does not, so there such an answer was broken off; with `closed_only` it does not count.
     3. "The answer is 18." This is also looked for within 1 and 2 (`Answer: The final answer is 18. I hope so.`) and, if
-       it gives a number, after a line such as `A: There are 15 trees.`, which may only begin the reasoning.
+       it gives a number, after a line such as `A: There are 15 trees.` or `A: 5*3 = 15`, which may only begin the
+       reasoning.
     4. A sentence with a number in it below `# Answer`.
     """
     text, answer, after = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None, ""
@@ -2802,8 +2803,8 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
         if not headings and not others:
             break
         end, answer = max(headings + others)
-        if (end, answer) in headings and re.match(r"[A-Z][\w'’.]*,? \w", answer):  # may only begin the reasoning
-            after = text[end:]
+        if (end, answer) in headings and re.match(r"[A-Z][\w'’.-]*,? \w|(?=[^=]*=)[^=]*\d", answer):
+            after = text[end:]  # the answer may only begin the reasoning
         text = answer = answer.strip()
     if answer is None and "<answer>" in text and not closed_only:
         text = answer = text.rpartition("<answer>")[2].strip()
@@ -2892,8 +2893,8 @@ def is_equivalent(prediction, answer) -> bool:
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
-_ARITHMETIC = re.compile(r"[\d)}]\s*(?:[-+*×·−–]|\\times|\\cdot)\s*(?!10\s*\^)[\d({\\$]"  # not 2\times 10^6
-                         r"|\d\s*!|\\[dt]?binom")
+_ARITHMETIC = re.compile(r"[\d)}|.][-+*](?!\{?10\}?\^)[-+]*[\d({|.\\}]"  # not 2*10^6
+                         r"|(?<![a-z_])[\d).][({|]+[-+\d.]|[\d)]!|\\binom|\\choose")  # 7(8), not \frac1{2}
 _FORMULA = re.compile(r"[\w)}]\s*[-+*/^]\s*[\w({\\]|\\(?!text|mathrm|[^a-z])")  # 1/2, x+1, \sqrt{2}; not 5\text{ cm}
 
 
@@ -2904,11 +2905,18 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     Where the gold answer is a plain number, the answer has no sum, product, factorial or binomial to work out; and a
     formula that the prompt contains is no answer, unless the gold one is the same formula.
     """
-    numbers = [side for side in answer.split("=") if re.search(r"\d", side)]  # of 57+68=125, the second is worked out
+    bare, asked = map(_bare, (answer, prompt))
+    numbers = [side for side in bare.split("=") if re.search(r"\d", side)]  # of 57+68=125, the second is worked out
     if _DECIMAL.fullmatch(_clean(gold)) and numbers and all(map(_ARITHMETIC.search, numbers)):
         return False
-    copied = _FORMULA.search(answer) and re.sub(r"[\s{}]", "", answer) in re.sub(r"[\s{}]", "", prompt)
+    copied = _FORMULA.search(bare) and re.sub("[{}]", "", bare).rstrip(".") in re.sub("[{}]", "", asked)
     return not copied or _SPACES.sub("", _clean(answer)) == _SPACES.sub("", _clean(gold))
+
+
+def _bare(text: str) -> str:
+    """"$57\\,+\\,68^\\circ$" -> "57+68": each symbol in one spelling, and no spaces."""
+    text = re.sub(_SYMBOL, lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0]), text[-LONGEST_COMPLETION:])
+    return re.sub(r"\\text|\^\{?\\circ\}?|[\s°]", "", text)
 
 
 _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
@@ -2953,8 +2961,8 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
      lambda times: "*10^" + {"h": "2", "t": "3", "m": "6", "b": "9"}[times[1][0].lower()]),
     (r"\\frac\{ ?([a-z]{4,}) ?\}\{ ?([a-z]{4,}) ?\}", r"\1/\2"),
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
-    (r"(?i)^(?:(?:so|hence|therefore|thus),? (?=-?\d)|(?:about|approximately|exactly|roughly|therefore|thus|given by"
-     r"|option|choice|an?(?= [a-z]{5,}$)) )", ""),
+    (r"(?i)^(?:(?:so|hence|therefore|thus),? (?![a-z']{2,},? .*\d|[ai] )|(?:about|approximately|exactly|roughly"
+     r"|given by|option|choice|an?(?= [a-z]{5,}$)) )", ""),
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z
     (r"(?<=\w|[)}])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,]*|\w ?∈ ?[NRZ]\b)", ""),
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 base 2
@@ -2991,7 +2999,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\\(frac|binom|log_|overline) ?(\w)", r"\\\1{\2}"), (r"(\\(?:frac|binom)\{[^{}]*\}) ?(\w)", r"\1{\2}"),
     # 2 1/2 and 2\frac{1}{2} are (2+1/2), 0.1\overline{6} is (0.10+6/90), 1.5 x 10^3 is 1.5*10^3
     (r"(?<![\w.^)}])(\d+)(?: (\d+/\d+)| ?(\\frac\{\d+\}\{\d+\}))", r"(\1+\2\3)"),
-    (r"(\d*)\.(\d*)\\(?:overline|dot)\{(\d+)\}",
+    (r"(\d*)\.(\d*) ?\\(?:overline|dot)\{(\d+)\}",
      lambda d: f"({d[1]}.{d[2]}0+{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
     (r"(?<=\d) ?x ?(?=10\^)", "*"),
     # 1,234 is a number, but (1,234) is a pair: only before the first bracket
@@ -3092,7 +3100,7 @@ def _parts(text: str) -> tuple[str, list[str]]:
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, but x^2 = 5 does not; x ≥ 5 agrees with [5, \\infty)."""
     if kind[-1] == "=":
-        is_name = re.fullmatch(r"(?!-)\D*(?:_\{?[\d/]+\}?|(?:\^\{-1\})?\(-?[^()+-]*\))?\s*", sides[0])  # x, x_1, f(-2)
+        is_name = re.fullmatch(r"(?!-)\D*(?:_\{?[\d/,]+\}?|(?:\^\{-1\})?\(-?[^()+-]*\))?\s*", sides[0])  # x, x_1, f(-2)
         is_name = is_name or sides[-1].startswith("[[")  # A^{-1} before a matrix
         return _same(sides[-1], plain, depth) and (bool(is_name) or _same_value(sides[0], plain))
     if kind == "≠" and _LETTER.fullmatch(sides[0]):
