@@ -17,6 +17,8 @@ from helpers import few_pairs, is_right, load_tiny_model, record_run, save
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
+if not trl.__version__.startswith("1.16."):  # its trainers change from version to version
+    pytest.skip("wants trl 1.16", allow_module_level=True)
 LR = 1e-4
 
 
