@@ -741,16 +741,12 @@ def read_json_lines(path: str) -> list[tuple[dict, str]]:
             if not line.strip():
                 continue
             place = f"{path} line {number}"
-            try:
+            with one_line_errors(f"{place}: want a JSON object"):
                 line = line.decode("utf-8-sig")
                 row = json.loads(line)
                 # Half a surrogate pair, "\ud83d", is no text: encoding it fails. To try all rows doubles the time.
                 if "\\ud" in line.lower():
                     json.dumps(row, ensure_ascii=False).encode()
-            except json.JSONDecodeError as error:
-                raise UserError(f"{place}: not JSON, one object a line ({error.msg} at column {error.colno})") from None
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{place}: {error}") from None
             if not isinstance(row, dict):
                 raise UserError(f"{place}: want a JSON object, not {type(row).__name__}")
             rows.append((row, place))

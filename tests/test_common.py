@@ -1331,11 +1331,11 @@ def test_prompts_and_answers_are_found_under_their_usual_names(tmp_path):
 
 
 @pytest.mark.parametrize("content, message", [
-    (None, "No such file"), ("", "no rows"), ('{"prompt": "a", "answer": "1"}\n{"prompt": "b', "line 2: not JSON"),
+    (None, "No such file"), ("", "no rows"), ('{"prompt": "a", "answer": "1"}\n{"prompt": "b', "line 2: want a JSON"),
     ("[1, 2]", "line 1: want a JSON object"), ('{"prompt": "a"}', "line 1: no answer"),
     ('{"prompt": "a", "answer": ["1"]}', "line 1: the answer must be"),
     ('{"prompt": 3, "answer": "1"}', "line 1: want a prompt"), ('{"answer": "1"}', "line 1: want a prompt"),
-    ("\xff\xfe", "not JSON")])
+    ("\xff\xfe", "want a JSON object")])
 def test_broken_data_is_one_line_that_names_the_place(tmp_path, content, message):
     path = tmp_path / "rows.jsonl"
     if content is not None:

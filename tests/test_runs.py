@@ -88,14 +88,15 @@ GOOD_ROW = '{"prompt": "1+1=?", "answer": "2"}\n'
 
 
 @pytest.mark.parametrize("content, message", [
-    ("", "no rows"), (GOOD_ROW + '{"prompt": "1+', "line 2: not JSON"),
+    ("", "no rows"), (GOOD_ROW + '{"prompt": "1+', "line 2: want a JSON object"),
     (GOOD_ROW + '{"prompt": "1+1=?"}', "line 2: no answer"),
     (GOOD_ROW + '{"prompt": "1+1=?", "answer": " "}', "line 2: no answer"),
     (GOOD_ROW + '{"prompt": 5, "answer": "2"}', "line 2: want a prompt"),
     (GOOD_ROW + '{"prompt": "1+1=?", "answer": {}}', "line 2: the answer must be"),
-    ("[]", "line 1: want a JSON object"), (GOOD_ROW + '{"prompt": "\\ud83d", "answer": "2"}', "line 2: 'utf-8'"),
-    (GOOD_ROW + '{"prompt": "\udcff", "answer": "2"}', "line 2: 'utf-8'"),
-    (GOOD_ROW + '{"prompt": "1", "answer": ' + "9" * 5000 + "}", "line 2: Exceeds the limit")])
+    ("[]", "line 1: want a JSON object"),
+    (GOOD_ROW + '{"prompt": "\\ud83d", "answer": "2"}', "line 2: want a JSON object ('"),
+    (GOOD_ROW + '{"prompt": "\udcff", "answer": "2"}', "line 2: want a JSON object ('"),
+    (GOOD_ROW + '{"prompt": "1", "answer": ' + "9" * 5000 + "}", "object (Exceeds the limit")])
 def test_bad_rows(fails, tmp_path, content, message):
     path = write(tmp_path / "rows.jsonl", content)
     for name in ("--data", "--eval_data"):
