@@ -776,20 +776,12 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
             raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem; it "
                             f"has {columns(row)}")
         found = [*map(row.get, ANSWERS), verl.get("ground_truth") if isinstance(verl, dict) else None]
-        found = [value for value in found if value is not None and str(value).strip()]
-        usable = [value for value in found  # no bool, which is an int
-                  if type(value) in (str, int) or type(value) is float and math.isfinite(value)]
-        answer = next(iter(usable or found), None)
-        if usable:
-            answer = extract_answer(answer) or str(answer)
-        elif not need_answer:
-            answer = None  # the reward function gets the whole row
-        elif answer is None:
-            raise UserError(f"{place}: no answer under answer or solution, which --reward verifier needs; it has "
-                            f"{columns(row)}")
-        else:
-            raise UserError(f"{place}: the answer must be a string or a finite number, not {answer!r:.40} (a --reward "
-                            "of your own takes any row)")
+        found = [value for value in found  # no bool, which is an int
+                 if type(value) in (str, int) and str(value).strip() or type(value) is float and math.isfinite(value)]
+        if need_answer and not found:
+            raise UserError(f"{place}: no answer (a string or a finite number) under answer or solution, which "
+                            f"--reward verifier needs; it has {columns(row)}")
+        answer = extract_answer(found[0]) or str(found[0]) if found else None  # a reward function gets the whole row
         problems.append(Problem(prompt, [], answer, row))
     # NuminaMath writes "proof" where there is no answer.
     kept = [p for p in problems if not need_answer or p.answer != "proof" and len(p.answer) <= LONGEST_ANSWER]

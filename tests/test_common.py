@@ -1326,14 +1326,14 @@ def test_prompts_and_answers_are_found_under_their_usual_names(tmp_path):
     assert [problem.answer for problem in common.read_problems(str(path))] == ["4", "\\frac{1}{2}", "7", "z", "34"]
     path.write_bytes(gzip.compress(b'{"prompt": "y", "reward_model": {"ground_truth": {"tests": []}}}'))
     assert common.read_problems(str(path), need_answer=False)[0].answer is None  # left to a reward function
-    with pytest.raises(common.UserError, match="the answer must be a string"):
+    with pytest.raises(common.UserError, match="no answer .a string or"):
         common.read_problems(str(path))
 
 
 @pytest.mark.parametrize("content, message", [
     (None, "No such file"), ("", "no rows"), ('{"prompt": "a", "answer": "1"}\n{"prompt": "b', "line 2: want a JSON"),
     ("[1, 2]", "line 1: want a JSON object"), ('{"prompt": "a"}', "line 1: no answer"),
-    ('{"prompt": "a", "answer": ["1"]}', "line 1: the answer must be"),
+    ('{"prompt": "a", "answer": ["1"]}', "line 1: no answer"),
     ('{"prompt": 3, "answer": "1"}', "line 1: want a prompt"), ('{"answer": "1"}', "line 1: want a prompt"),
     ("\xff\xfe", "want a JSON object")])
 def test_broken_data_is_one_line_that_names_the_place(tmp_path, content, message):

@@ -92,7 +92,7 @@ GOOD_ROW = '{"prompt": "1+1=?", "answer": "2"}\n'
     (GOOD_ROW + '{"prompt": "1+1=?"}', "line 2: no answer"),
     (GOOD_ROW + '{"prompt": "1+1=?", "answer": " "}', "line 2: no answer"),
     (GOOD_ROW + '{"prompt": 5, "answer": "2"}', "line 2: want a prompt"),
-    (GOOD_ROW + '{"prompt": "1+1=?", "answer": {}}', "line 2: the answer must be"),
+    (GOOD_ROW + '{"prompt": "1+1=?", "answer": {}}', "line 2: no answer"),
     ("[]", "line 1: want a JSON object"),
     (GOOD_ROW + '{"prompt": "\\ud83d", "answer": "2"}', "line 2: want a JSON object ('"),
     (GOOD_ROW + '{"prompt": "\udcff", "answer": "2"}', "line 2: want a JSON object ('"),
