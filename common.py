@@ -2308,7 +2308,8 @@ class Run:
         signal.signal(signal.SIGINT, self.note_signal)  # until `close`
         signal.signal(signal.SIGTERM, self.note_signal)
         # A process that a reward function forks inherits these handlers, but Process.terminate() has to end it. (Ctrl-C
-        # must not: `ctrl_c_blocked`.) SIGTERM waits until that is set up: `note_signal` would swallow it in the child.
+        # must not: `ctrl_c_blocked`.) SIGTERM waits until that is set up: `note_signal` would swallow it in the child,
+        # and to leave a Pool would hang, once in some fifty times.
         block, unblock = (functools.partial(signal.pthread_sigmask, how, {signal.SIGTERM})
                           for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
         os.register_at_fork(before=block, after_in_parent=unblock,

@@ -177,6 +177,7 @@ SAME = [
     ("(1010)_2", "1010_2"), ("1010 \\text{ (base 2)}", "1010_{2}"), ("1010\\text{ base 2}", "1010"),
     ("\\boldsymbol{5}", "5"), ("\\bf 5", "5"), ("\\textsf{Navin}", "Navin"), ("5\\rm\\ cm", "5"),
     ("0.1\\bar{6}", "1/6"), ("0. \\overline{6}", "2/3"), ("x_{1,2}=6\\pm\\sqrt5", "6\\pm\\sqrt5"),
+    ("5 lb", "5 pounds"), ("5 lbs", "5 pounds"), ("3 oz", "3 ounces"), ("1 foot", "1 feet"),
     ("Thus there are 18 eggs left.", "18"), ("Therefore the height is 2 x 17 = 34 feet.", "34"), ("So \\frac12", "0.5"),
     ("\\bar{x}", "\\overline{x}"), ("1,2", "[1,2]"),
     ("P = \\frac13\\begin{pmatrix}1&2\\\\2&4\\end{pmatrix}", "\\begin{bmatrix}1/3&2/3\\\\2/3&4/3\\end{bmatrix}"),
