@@ -1932,8 +1932,8 @@ def micro_batches(batch, blocks, max_tokens: int):
     more. Blocks are dealt by length, the longest first, and equally long ones by row, so that copies meet. Where the
     next block would make too much of a micro-batch padding, another begins.
 
-    Every rank yields the same number, since FSDP's gradient reduction waits for all. If there are fewer blocks than
-    ranks, a rank without one yields the first block again, with T = 0: it must get no weight.
+    Every rank yields the same number, since FSDP's gradient reduction waits for all. Where there are too few blocks for
+    that, a rank yields the first block again, with T = 0: it must get no weight.
     """
     end = batch.input_ids.shape[1] - batch.mask.shape[1]  # of the prompts
     # All that follows the prompt counts: a mask that leaves out what a tool wrote has holes.
@@ -1962,7 +1962,7 @@ def micro_batches(batch, blocks, max_tokens: int):
         i = dealt.index(max(dealt, key=len))
         half = (len(dealt[i]) + 1) // 2
         dealt[i:i + 1] = dealt[i][:half], dealt[i][half:]
-    for group in dealt[rank()::world_size()]:  # empty where there are fewer blocks than ranks
+    for group in dealt[rank()::world_size()]:  # empty where there are too few blocks
         rows = [row for block in group or blocks[:1] for row in block]
         T = max(completion[row] for row in rows) if group else 0
         columns = slice(end - max(prompt[row] for row in rows), end + T)
