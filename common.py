@@ -73,6 +73,7 @@ from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils import cached_file
 from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AttentionInterface,
@@ -387,9 +388,11 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
         if not os.path.isdir(name) and not huggingface_hub.try_to_load_from_cache(name, "config.json"):
             # Without network this fails at once. The downloads below would retry for half a minute each.
             huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, "config.json"), timeout=30)
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         # For some model types (Qwen2 is one) AutoTokenizer replaces the tokenizer.json by the architecture's own
         # tokenizer, which may split text differently. The one that came with the model is right.
+        kind = get_tokenizer_config(name, trust_remote_code=trust_remote_code).get("tokenizer_class")
+        cls = PreTrainedTokenizerFast if kind in ("TokenizersBackend", "PreTrainedTokenizerFast") else AutoTokenizer
+        tokenizer = cls.from_pretrained(name, trust_remote_code=trust_remote_code)
         file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
         remote = not type(tokenizer).__module__.startswith("transformers.")  # a class that came with the model
         if file and isinstance(tokenizer, PreTrainedTokenizerFast) and not remote:
