@@ -396,7 +396,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
         file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
         remote = not type(tokenizer).__module__.startswith("transformers.")  # a class that came with the model
         if file and isinstance(tokenizer, PreTrainedTokenizerFast) and not remote:
-            text, own = "In 2023, it's 1+1 =  two.\n\n\tÇa va? 你好", tokenizers.Tokenizer.from_file(file)
+            text = "In 2023, it's 1+1 =  two.\n\n\tÇa va? 你好:\n    the\n\n\nthe\n(i).x"
+            own = tokenizers.Tokenizer.from_file(file)
             own.no_padding()
             if tokenizer.encode(text, add_special_tokens=False) != own.encode(text, add_special_tokens=False).ids:
                 eos = tokenizer.eos_token  # which the architecture's class may know without the files
@@ -446,7 +447,7 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
                                                 trust_remote_code=trust_remote_code, output_loading_info=True,
                                                 ignore_mismatched_sizes=True)
             for key, *shapes in sorted(report["mismatched_keys"]):  # by itself, transformers would not say which
-                raise UserError("--model {}: {} is {}, its config asks for {}".format(name, key, *map(list, shapes)))
+                raise UserError("--model {}: {} is {}, but {} is wanted".format(name, key, *map(list, shapes)))
             # They would stay random, which only a head that is to be trained may be.
             if missing := set(report["missing_keys"]) - ({"score.weight"} if trainable else set()):
                 raise UserError(f"--model {name}: no weights for {min(missing)}")
@@ -493,7 +494,7 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     name = model_name(cfg)
     tokenizer = load_tokenizer(name, cfg.trust_remote_code)
     policy = load_model(name, device, cls=cls, trust_remote_code=cfg.trust_remote_code, **config_changes)
-    check_vocabulary(name, tokenizer.get_vocab().values(), policy)
+    check_vocabulary(name, tokenizer, policy)
     context = context_length(policy)
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
@@ -515,9 +516,12 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     return policy, tokenizer
 
 
-def check_vocabulary(name: str, ids, model) -> None:
-    if max(ids) >= (rows := model.config.get_text_config().vocab_size):
-        raise UserError(f"--model {name}: its tokenizer has ids up to {max(ids)}, its embedding only {rows} rows")
+def check_vocabulary(name: str, tokenizer, model, unread=()) -> None:
+    """Raise UserError if a token has no row in the model's embedding, but for those that are never read."""
+    unread = {"<image_soft_token>", *unread}  # Gemma 3 1B has this one, but sees no images
+    largest = max(i for token, i in tokenizer.get_vocab().items() if token not in unread)
+    if largest >= (rows := model.config.get_text_config().vocab_size):
+        raise UserError(f"--model {name}: its tokenizer has ids up to {largest}, its embedding only {rows} rows")
 
 
 def context_length(model) -> float:
@@ -744,8 +748,8 @@ def read_json_lines(path: str) -> list[tuple[dict, str]]:
             if not line.strip():
                 continue
             place = f"{path} line {number}"
-            with one_line_errors(f"{place}: want a JSON object"):
-                line = line.decode("utf-8-sig")
+            with one_line_errors(f"{place}: want a JSON object, one a line"):
+                line = line.decode("utf-8-sig").strip()
                 row = json.loads(line)
                 # Half a surrogate pair, "\ud83d", is no text: encoding it fails. To try all rows doubles the time.
                 if "\\ud" in line.lower():
@@ -2036,7 +2040,7 @@ def load_reward_model(cfg):
         device = setup_device()  # again, but only to learn which it is
         model = load_model(cfg.reward, device, trainable=False, cls=AutoModelForSequenceClassification,
                            trust_remote_code=cfg.trust_remote_code)
-        check_vocabulary(cfg.reward, set(own.get_vocab().values()) - {own.pad_token_id}, model)  # it reads no padding
+        check_vocabulary(cfg.reward, own, model, unread=[own.pad_token])  # masks come from positions
     except UserError as error:
         raise UserError(str(error).replace("--model", "--reward", 1)) from error
     if model.config.num_labels != 1:
@@ -2780,8 +2784,7 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     2. What follows the last <answer>, though it is never closed: samplers that stop at </answer> cut the tag off.
        `sample` does not, so there such an answer was broken off; with `closed_only` it does not count.
     3. "The answer is 18." This is also looked for within 1 and 2 (`Answer: The final answer is 18. I hope so.`) and, if
-       it gives a number, after a line such as `A: There are 15 trees.` or `A: 5*3 = 15`, which may only begin the
-       reasoning.
+       it gives a number, after a line such as `A: There are 15 trees.`, which may only begin the reasoning.
     4. A sentence with a number in it below `# Answer`.
     """
     text, answer, after = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None, ""
@@ -2792,8 +2795,8 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
         if not headings and not others:
             break
         end, answer = max(headings + others)
-        if (end, answer) in headings and re.match(r"[A-Z][\w'’.-]*,? \w|(?=[^=]*=)[^=]*\d", answer):
-            after = text[end:]  # the answer may only begin the reasoning
+        if (end, answer) in headings and re.match(r"[A-Z][\w'’.]*,? \w", answer):  # may only begin the reasoning
+            after = text[end:]
         text = answer = answer.strip()
     if answer is None and "<answer>" in text and not closed_only:
         text = answer = text.rpartition("<answer>")[2].strip()
@@ -2836,7 +2839,8 @@ _DECIMAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)", re.ASCII)
 _OPTION = re.compile(r"[(\[]? ?([A-E]) ?[)\].:]+ (?! *,|(?:.*\W)?[A-E](?:\W*$|[).:\]]))(.+)")
 _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; nothing that may change the number
     (?! All[ ] | .*[ ][-/][ ] | .*n't[ ] | .*(?<![\w'])(?: (?i: not | never | cannot | but ) | minus | negative
-        | than(?=[ ]-?\d) | most | least | half | dozen | pi | sqrt | log | mod | [b-zB-HJ-Z] )\b )
+        | than(?=[ ]-?\d) | most | least | half | twice | double | triple | none | dozen | pi | sqrt | log | mod
+        | [b-zB-HJ-Z] )\b )
     (?: (?:[A-Z][\w'.-]*|the)[ ]?,?[ ] )+ [a-z']+[ ]?,?[ ] (?: [\w ',.;:/$-] | (?<=[a-z]{2})\^ )*
     """, re.X)
 # The area is 12\pi
@@ -2882,7 +2886,7 @@ def is_equivalent(prediction, answer) -> bool:
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
-_ARITHMETIC = re.compile(r"[\d)}|.][-+*](?!\{?10\}?\^)[-+]*[\d({|.\\}]"  # not 2*10^6
+_ARITHMETIC = re.compile(r"[\d)}][.|]?[-+*](?!\{?10\}?[\^⁻⁰¹²³⁴-⁹])[-+]*[\d({|.\\}]"  # not 2*10^6
                          r"|(?<![a-z_])[\d).][({|]+[-+\d.]|[\d)]!|\\binom|\\choose")  # 7(8), not \frac1{2}
 _FORMULA = re.compile(r"[\w)}]\s*[-+*/^]\s*[\w({\\]|\\(?!text|mathrm|[^a-z])")  # 1/2, x+1, \sqrt{2}; not 5\text{ cm}
 
@@ -2895,6 +2899,8 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     formula that the prompt contains is no answer, unless the gold one is the same formula.
     """
     bare, asked = map(_bare, (answer, prompt))
+    if re.match(r"[{(*]*[A-E][).:]", bare) and re.sub("[{}*]", "", bare) in re.sub("[{}*]", "", asked):
+        return True  # (B) 3/4, one of the choices in the prompt
     numbers = [side for side in bare.split("=") if re.search(r"\d", side)]  # of 57+68=125, the second is worked out
     if _DECIMAL.fullmatch(_clean(gold)) and numbers and all(map(_ARITHMETIC.search, numbers)):
         return False
@@ -2950,8 +2956,8 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
      lambda times: "*10^" + {"h": "2", "t": "3", "m": "6", "b": "9"}[times[1][0].lower()]),
     (r"\\frac\{ ?([a-z]{4,}) ?\}\{ ?([a-z]{4,}) ?\}", r"\1/\2"),
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
-    (r"(?i)^(?:(?:so|hence|therefore|thus),? (?![a-z']{2,},? .*\d|[ai] )|(?:about|approximately|exactly|roughly"
-     r"|given by|option|choice|an?(?= [a-z]{5,}$)) )", ""),
+    (r"(?i)^(?:(?:so|hence),? (?=-?\d)|(?:therefore|thus),? (?![a-z']{2,},? .*\d|[ai] )|(?:about|approximately"
+     r"|exactly|roughly|given by|option|choice|an?(?= [a-z]{5,}$)) )", ""),
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z
     (r"(?<=\w|[)}])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,]*|\w ?∈ ?[NRZ]\b)", ""),
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 base 2

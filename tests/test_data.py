@@ -274,6 +274,28 @@ def test_the_tokenizer_is_that_of_the_file(architecture, kind, tmp_path):
     assert common.load_tokenizer(str(tmp_path), trust_remote_code=True).encode(text) == [7]
 
 
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "TokenizersBackend"])
+def test_a_tokenizer_that_says_it_is_only_a_file_is_read_from_it(kind, tmp_path):
+    """Bytes without merges look the same however they are split, so only the name tells: no architecture's own class."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    vocabulary = ["<s>", "</s>", *pre_tokenizers.ByteLevel.alphabet()]
+    own = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, []))
+    own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    own.save(str(tmp_path / "tokenizer.json"))
+    transformers.Qwen2Config().save_pretrained(tmp_path)
+    settings = {"tokenizer_class": kind, "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert type(common.load_tokenizer(str(tmp_path))) is transformers.PreTrainedTokenizerFast
+
+
+def test_a_tokenizer_may_have_the_image_token_of_its_larger_siblings(tmp_path):
+    """Gemma 3 1B has it, one id beyond its embedding."""
+    model, tokenizer = random_model("Gemma3Text")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
+    save(tmp_path, model, tokenizer)
+    assert common.load_policy(policy_config(tmp_path), cpu)[1].convert_tokens_to_ids("<image_soft_token>") == 26
+
+
 def test_an_embedding_may_be_padded(tmp_path):
     save_random(tmp_path, resize=64)
     assert common.load_policy(policy_config(tmp_path), cpu)[0].config.vocab_size == 64

@@ -88,15 +88,15 @@ GOOD_ROW = '{"prompt": "1+1=?", "answer": "2"}\n'
 
 
 @pytest.mark.parametrize("content, message", [
-    ("", "no rows"), (GOOD_ROW + '{"prompt": "1+', "line 2: want a JSON object"),
+    ("", "no rows"), (GOOD_ROW + '{"prompt": "1+', "line 2: want a JSON object, one a line"),
     (GOOD_ROW + '{"prompt": "1+1=?"}', "line 2: no answer"),
     (GOOD_ROW + '{"prompt": "1+1=?", "answer": " "}', "line 2: no answer"),
     (GOOD_ROW + '{"prompt": 5, "answer": "2"}', "line 2: want a prompt"),
     (GOOD_ROW + '{"prompt": "1+1=?", "answer": {}}', "line 2: no answer"),
     ("[]", "line 1: want a JSON object"),
-    (GOOD_ROW + '{"prompt": "\\ud83d", "answer": "2"}', "line 2: want a JSON object ('"),
-    (GOOD_ROW + '{"prompt": "\udcff", "answer": "2"}', "line 2: want a JSON object ('"),
-    (GOOD_ROW + '{"prompt": "1", "answer": ' + "9" * 5000 + "}", "object (Exceeds the limit")])
+    (GOOD_ROW + '{"prompt": "\\ud83d", "answer": "2"}', "line 2: want a JSON object, one a line ('"),
+    (GOOD_ROW + '{"prompt": "\udcff", "answer": "2"}', "line 2: want a JSON object, one a line ('"),
+    (GOOD_ROW + '{"prompt": "1", "answer": ' + "9" * 5000 + "}", "a line (Exceeds the limit")])
 def test_bad_rows(fails, tmp_path, content, message):
     path = write(tmp_path / "rows.jsonl", content)
     for name in ("--data", "--eval_data"):
@@ -290,7 +290,7 @@ def test_a_directory_that_is_no_model(fails, tmp_path):
     random_model("Qwen2", num_hidden_layers=3)[0].config.save_pretrained(tmp_path / "no_weights")
     assert "no weights for model.layers.2." in fails("--model", tmp_path / "no_weights")
     random_model("Qwen2", intermediate_size=48)[0].config.save_pretrained(tmp_path / "no_weights")
-    assert "model.layers.0.mlp.down_proj.weight is [32, 64], its config asks for [32, 48]" in fails(
+    assert "model.layers.0.mlp.down_proj.weight is [32, 64], but [32, 48] is wanted" in fails(
         "--model", tmp_path / "no_weights")
     weights = tmp_path / "no_weights" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])

@@ -65,11 +65,11 @@ def assert_same_gradients(ours, theirs, limit) -> None:
 
 @pytest.mark.parametrize("script, flags, settings, limit", [
     ("grpo", ["--kl_coef", 0.3, "--temperature", 0.8],
-     dict(loss_type="grpo", beta=0.3, temperature=0.8, use_bias_correction_kl=False), 5e-4),
-    ("grpo", ["--kl_coef", 0, "--no_divide_by_std"], dict(loss_type="grpo", scale_rewards="none"), 2e-5),
-    ("dr_grpo", [], dict(loss_type="dr_grpo", scale_rewards="none"), 2e-5),
+     dict(loss_type="grpo", beta=0.3, temperature=0.8, use_bias_correction_kl=False), 3e-4),
+    ("grpo", ["--kl_coef", 0, "--no_divide_by_std"], dict(loss_type="grpo", scale_rewards="none"), 1e-5),
+    ("dr_grpo", [], dict(loss_type="dr_grpo", scale_rewards="none"), 1e-5),
     ("dapo", ["--no_dynamic_sampling", "--overlong_buffer", 0, "--clip_low", 0.1, "--clip_high", 0.05],
-     dict(loss_type="dapo", epsilon=0.1, epsilon_high=0.05), 5e-4)])
+     dict(loss_type="dapo", epsilon=0.1, epsilon_high=0.05), 3e-4)])
 def test_two_updates_of_each_of_two_rollouts(run, tmp_path, script, flags, settings, limit):
     """A rollout's second update has ratios other than 1, of which some are clipped. Where advantages are divided by the
     std, TRL adds 1e-4 to it and we 1e-6: hence the higher limit."""
@@ -109,4 +109,4 @@ def test_three_updates_from_the_same_pairs(run, tmp_path, script, flags, setting
     trainer = (trl.DPOTrainer, trl.DPOConfig) if script == "dpo" else (trl.RewardTrainer, trl.RewardConfig)
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
     theirs = train(*trainer, tmp_path / "trl", model, rows, 3, 12, max_length=None, **settings)
-    assert_same_gradients(ours, theirs, 2e-5)
+    assert_same_gradients(ours, theirs, 1e-5)

@@ -50,7 +50,7 @@ from common import extract_answer, format_reward, is_equivalent, is_worked_out
     ("# Answer\n\nAll real numbers", "All real numbers"), ("**Final Answer**\n\nA and C", "A and C"),
     ("# Answer\n\nAdding both gives\n\\boxed{4}", "4"), ("# Answer\n\nA look back:\nThe answer is 4.", "4"),
     ("A: There are 15 trees.\nThen there were 21.\nThe answer is 6.", "6"),
-    ("A: 200*3 = 600 feet of line.\n600 - 6 = 594.\nThe answer is 594.", "594"), ("The answer is equal to 6.", "6"),
+    ("The answer is equal to 6.", "6"),
     ("Answer: 5 cm\n\nWith a radius of 3, the answer would be 27.", "5 cm"), ("$x=\\boxed{2}, y=\\boxed{3}$", "3"),
     ("Answer: 5\n\nThis answer is consistent with the 5 apples.", "5"), ("Answer: 5\nThe answer is clear.", "5"),
     ("Final Answer: $120$. I hope it is correct.", "$120$"), ("So \\boxed5", "5"), ("The answer equals 6.", "6"),
@@ -178,7 +178,7 @@ SAME = [
     ("\\boldsymbol{5}", "5"), ("\\bf 5", "5"), ("\\textsf{Navin}", "Navin"), ("5\\rm\\ cm", "5"),
     ("0.1\\bar{6}", "1/6"), ("0. \\overline{6}", "2/3"), ("x_{1,2}=6\\pm\\sqrt5", "6\\pm\\sqrt5"),
     ("5 lb", "5 pounds"), ("5 lbs", "5 pounds"), ("3 oz", "3 ounces"), ("1 foot", "1 feet"),
-    ("Thus there are 18 eggs left.", "18"), ("Therefore the height is 2 x 17 = 34 feet.", "34"), ("So \\frac12", "0.5"),
+    ("Thus there are 18 eggs left.", "18"), ("Therefore the height is 2 x 17 = 34 feet.", "34"),
     ("\\bar{x}", "\\overline{x}"), ("1,2", "[1,2]"),
     ("P = \\frac13\\begin{pmatrix}1&2\\\\2&4\\end{pmatrix}", "\\begin{bmatrix}1/3&2/3\\\\2/3&4/3\\end{bmatrix}"),
     ("-\\begin{pmatrix}1\\\\-2\\end{pmatrix}", "(-1,2)"),
@@ -342,7 +342,8 @@ HOSTILE = [
     "1." + "9" * 150 + "\\overline{" + "9" * 150 + "}", "\\ " * 190, "0^{-1}", "\\log_1 5", "i^i^i", "[]", "[[]]",
     "|x|" * 130, "\\lfloor" * 50, "x_" * 199 + "x", "\\text{(A) " * 40, "The answer is:\n\\[" + " " * 19_900,
     "+".join(["x_9i$\ufdfaabc \\sinx_9"] * 20), "the answer is " + ". a" * 6600, "½" * 400,
-    "A: " + "9" * 20_000, "7(" * 9_000, "1" * 24 + "\\begin{pmatrix}" + "1&" * 150 + "\\end{pmatrix}", "5 mıllion", "5 MİLLİON"]
+    "A: " + "9" * 20_000, "7(" * 9_000,
+    "1" * 24 + "\\begin{pmatrix}" + "1&" * 150 + "\\end{pmatrix}", "5 mıllion", "5 MİLLİON"]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
@@ -368,7 +369,10 @@ def test_no_text_raises_or_takes_long(text):
     ("$57$ + $68$", "125", "", False), ("57\\,+\\,68", "125", "", False), ("57--68", "125", "", False),
     ("|57|+|68|", "125", "", False), ("7(8)", "56", "", False), ("7\\left(8\\right)", "56", "", False),
     ("{5 \\choose 2}", "10", "", False), ("(5)!", "120", "", False), ("1.5 \\times {10}^{3}", "1500", "", True),
-    ("\\frac1{2}", "0.5", "", True), ("\\(\\sqrt{50}\\)", "5\\sqrt2", "Simplify $\\sqrt{50}$.", False),
+    ("\\frac1{2}", "0.5", "", True), ("3 × 10⁸", "300000000", "", True), ("|-3|", "3", "", True),
+    ("D. -3", "-3", "", True), ("(B) 3/4", "B", "$\\textbf{(A)}\\ 1/2\\qquad\\textbf{(B)}\\ 3/4$", True),
+    ("(B) \\frac34", "B", "$\\textbf{(A)}\\ \\frac12\\qquad\\textbf{(B)}\\ \\frac34$", True),
+    ("\\(\\sqrt{50}\\)", "5\\sqrt2", "Simplify $\\sqrt{50}$.", False),
     ("\\left(x+1\\right)^2", "x^2+2x+1", "Expand $(x+1)^2$.", False),
     ("\\dfrac{6}{8}", "\\frac34", "Simplify $\\frac{6}{8}$.", False),
     ("1200+34", "1,234", "", False), ("9 - 7", "2", "", False), ("$9 - $7", "2", "", False),
