@@ -532,14 +532,14 @@ def test_a_directory_that_is_no_reward_model_is_refused_by_name(tmp_path, policy
 
 def test_a_reward_model_needs_no_embedding_of_its_pad_token(tmp_path, policy_directory):
     """Many tokenizers had none, and got one; positions tell where padding is."""
-    save_reward_model(tmp_path)
+    model, tokenizer = save_reward_model(tmp_path), common.tiny_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     problems, rollout = problems_and_rollout(policy_directory)
     assert not rollout.attention_mask.all()
     rewards = []
-    for pad_token in ("<pad>", "[PAD]"):
-        tokenizer = common.tiny_tokenizer()
-        tokenizer.add_special_tokens({"pad_token": pad_token})
-        tokenizer.save_pretrained(tmp_path)
+    for rows in (26, 27):
+        model.resize_token_embeddings(rows)
+        save(tmp_path, model, tokenizer)
         rewards.append(common.load_reward(reward_config(tmp_path, policy_directory))(problems, rollout)[0])
     torch.testing.assert_close(*rewards)
 
