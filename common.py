@@ -397,6 +397,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
         remote = not type(tokenizer).__module__.startswith("transformers.")  # a class that came with the model
         if file and isinstance(tokenizer, PreTrainedTokenizerFast) and not remote:
             text = "In 2023, it's 1+1 =  two.\n\n\tÇa va? 你好:\n    the\n\n\nthe\n(i).x"
+            text += (tokenizer.eos_token or "") + "x"  # Llama 2's adds a space in front of what follows a special token
             own = tokenizers.Tokenizer.from_file(file)
             own.no_padding()
             if tokenizer.encode(text, add_special_tokens=False) != own.encode(text, add_special_tokens=False).ids:
@@ -516,11 +517,16 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     return policy, tokenizer
 
 
-def check_vocabulary(name: str, tokenizer, model, unread=()) -> None:
-    """Raise UserError if a token has no row in the model's embedding, but for those that are never read."""
-    unread = {"<image_soft_token>", *unread}  # Gemma 3 1B has this one, but sees no images
+def check_vocabulary(name: str, tokenizer, model) -> None:
+    """Raise UserError if a token has no row in the model's embedding, but for special ones that no template writes:
+    Gemma 3 1B's <image_soft_token>, Code Llama's <FILL_ME>, a <pad> (which is replaced by EOS)."""
+    rows = model.config.get_text_config().vocab_size
+    if tokenizer.pad_token_id >= rows:
+        tokenizer.pad_token = tokenizer.eos_token
+    unread = {token for token in special_tokens(tokenizer) if token not in f"{tokenizer.chat_template}"}
+    unread -= {tokenizer.bos_token, tokenizer.eos_token}
     largest = max(i for token, i in tokenizer.get_vocab().items() if token not in unread)
-    if largest >= (rows := model.config.get_text_config().vocab_size):
+    if largest >= rows:
         raise UserError(f"--model {name}: its tokenizer has ids up to {largest}, its embedding only {rows} rows")
 
 
@@ -656,14 +662,26 @@ def save_model(model, tokenizer, directory: Path) -> None:
         model.config.dtype = dtype  # save_pretrained wrote the masters' dtype into config.json
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        # transformers 4, on which an engine may build, reads rope_scaling, and rope_theta, else it assumes 10,000.
-        config, rope = json.loads((folder / "config.json").read_text()), getattr(model.config, "rope_parameters", None)
-        if rope and "rope_theta" in rope:
-            config["rope_theta"] = rope["rope_theta"]
-            if rope.get("rope_type", "default") not in ("default", "longrope"):  # the latter has other fields there
-                config["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
-            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        config = json.loads((folder / "config.json").read_text())
+        if type(model.config).__module__.startswith("transformers."):  # then no code of the model's own lies beside it
+            config.pop("auto_map", None)
+        config.get("text_config", config).update(rotary_settings_4(model.config))
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     on_main_rank(lambda: write_directory(directory, fill))
+
+
+def rotary_settings_4(config) -> dict:
+    """A model's rotary settings under the names that transformers 4 reads, on which an engine may build. Without them
+    it takes its defaults, such as a base of 10,000, and says nothing."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # Gemma 3 has others for its sliding windows
+    settings = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    if rope.get("rope_type") == "longrope":  # Phi-3, which refuses any other field here
+        settings["rope_scaling"] = {"type": "longrope", "long_factor": rope["long_factor"],
+                                    "short_factor": rope["short_factor"]}
+    elif rope.get("rope_type", "default") != "default":
+        settings["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+    return settings
 
 
 def write_directory(directory: Path, fill, replace: bool = True) -> None:
@@ -2040,7 +2058,7 @@ def load_reward_model(cfg):
         device = setup_device()  # again, but only to learn which it is
         model = load_model(cfg.reward, device, trainable=False, cls=AutoModelForSequenceClassification,
                            trust_remote_code=cfg.trust_remote_code)
-        check_vocabulary(cfg.reward, own, model, unread=[own.pad_token])  # masks come from positions
+        check_vocabulary(cfg.reward, own, model)
     except UserError as error:
         raise UserError(str(error).replace("--model", "--reward", 1)) from error
     if model.config.num_labels != 1:

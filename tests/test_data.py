@@ -262,9 +262,9 @@ def test_the_tokenizer_is_that_of_the_file(architecture, kind, tmp_path):
     own.save(str(tmp_path / "tokenizer.json"))
     settings = {"tokenizer_class": kind, "bos_token": "<s>", "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    text = "The year\n 2023"
+    text = "The year</s>\n 2023"
     ids = common.load_tokenizer(str(tmp_path))(text, add_special_tokens=False)["input_ids"]
-    assert ids == own.encode(text).ids and own.decode(ids) == text
+    assert ids == own.encode(text).ids and own.decode(ids, skip_special_tokens=False) == text
     # A class that came with the model may encode as it likes.
     settings["auto_map"] = {"AutoTokenizer": [None, "own_tokenizer.Own"]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": "Own"}))
@@ -276,7 +276,7 @@ def test_the_tokenizer_is_that_of_the_file(architecture, kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "TokenizersBackend"])
 def test_a_tokenizer_that_says_it_is_only_a_file_is_read_from_it(kind, tmp_path):
-    """Bytes without merges look the same however they are split, so only the name tells: no architecture's own class."""
+    """Bytes without merges look the same however they are split, so that only the name tells."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     vocabulary = ["<s>", "</s>", *pre_tokenizers.ByteLevel.alphabet()]
     own = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, []))
@@ -288,12 +288,43 @@ def test_a_tokenizer_that_says_it_is_only_a_file_is_read_from_it(kind, tmp_path)
     assert type(common.load_tokenizer(str(tmp_path))) is transformers.PreTrainedTokenizerFast
 
 
+def test_a_space_goes_in_front_of_what_follows_a_special_token_if_the_file_has_it_so(tmp_path):
+    """As Llama 2 and TinyLlama read their own templates; transformers' class leaves it out."""
+    from tokenizers import AddedToken, Tokenizer, models, normalizers
+    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁ab[]"]
+    own = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, [], unk_token="<unk>", fuse_unk=True,
+                               byte_fallback=True))
+    own.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    own.add_special_tokens([AddedToken(token, normalized=False) for token in vocabulary[:3]])
+    own.save(str(tmp_path / "tokenizer.json"))
+    transformers.LlamaConfig(vocab_size=len(vocabulary)).save_pretrained(tmp_path)
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "legacy": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ids = common.load_tokenizer(str(tmp_path))("<s>[a] b</s>", add_special_tokens=False)["input_ids"]
+    assert [vocabulary[i] for i in ids] == ["<s>", "▁", "[", "a", "]", "▁", "b", "</s>"]
+
+
 def test_a_tokenizer_may_have_the_image_token_of_its_larger_siblings(tmp_path):
     """Gemma 3 1B has it, one id beyond its embedding."""
     model, tokenizer = random_model("Gemma3Text")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
     save(tmp_path, model, tokenizer)
     assert common.load_policy(policy_config(tmp_path), cpu)[1].convert_tokens_to_ids("<image_soft_token>") == 26
+
+
+def test_a_pad_token_beyond_the_embedding_is_replaced(tmp_path):
+    """As copies of Llama 2 have it. No other special token may be there that a template writes, and no plain one."""
+    model, tokenizer = random_model("Llama")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    save(tmp_path, model, tokenizer)
+    policy, tokenizer = common.load_policy(policy_config(tmp_path), cpu)
+    assert tokenizer.pad_token == tokenizer.eos_token
+    common.sample(policy, tokenizer, ["1+1=?", "12+34=?"], 1, 2)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(common.UserError, match="its tokenizer has ids up to 27, its embedding only 26 rows"):
+        common.load_policy(policy_config(tmp_path), cpu)
 
 
 def test_an_embedding_may_be_padded(tmp_path):
@@ -347,6 +378,30 @@ def test_the_rotary_base_also_stands_where_transformers_4_reads_it(tmp_path):
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert (saved["rope_theta"], saved["rope_scaling"]) == (1e6, rope)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "saved").rope_parameters == model.config.rope_parameters
+
+
+@pytest.mark.parametrize("architecture, rope, settings", [
+    ("Phi", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4},
+     {"rope_theta": 1e4, "partial_rotary_factor": 0.4}),
+    ("Phi3", {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0], "short_factor": [1.0],
+              "original_max_position_embeddings": 128},
+     {"rope_theta": 1e4, "rope_scaling": {"type": "longrope", "long_factor": [2.0], "short_factor": [1.0]}}),
+    ("Gemma3Text", {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+     {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    ("GPT2", None, {})])
+def test_rotary_settings_as_transformers_4_has_them(architecture, rope, settings):
+    config = getattr(transformers, f"{architecture}Config")()
+    config.rope_parameters = rope
+    assert common.rotary_settings_4(config) == settings
+
+
+def test_a_saved_model_names_no_code_that_does_not_lie_beside_it(tmp_path):
+    """Phi-3's config.json does, though transformers has the architecture."""
+    model, tokenizer = random_model("Qwen2", auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
+    common.save_model(model, tokenizer, tmp_path)
+    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
 
 
 def test_what_a_model_keeps_in_float32_is_saved_in_float32(tmp_path):
