@@ -1,4 +1,5 @@
 """DPO: its loss and gradient on hand-worked numbers, whole runs, and every format of preference data."""
+import itertools
 import json
 import math
 import random
@@ -38,6 +39,30 @@ def test_the_gradient_is_the_papers():
     torch.testing.assert_close(chosen.grad, -0.7 * (1 - h.sigmoid()))
     torch.testing.assert_close(rejected.grad, 0.7 * (1 - h.sigmoid()))
     assert references.grad is None
+
+
+def test_the_optimum_is_the_papers():
+    """Section 4: if P(y_i ≻ y_j) = σ(r_i − r_j) (Bradley–Terry), the loss is least where π ∝ π_ref·exp(r/β).
+
+    A policy over five answers, trained on all twenty ordered pairs, each as often as it is preferred.
+    """
+    torch.manual_seed(0)
+    rewards, reference = torch.randn(5), torch.randn(5).log_softmax(0)
+    chosen, rejected = torch.tensor(list(itertools.permutations(range(5), 2))).unbind(1)
+    shares = (rewards[chosen] - rewards[rejected]).sigmoid() / 10
+    logits = torch.zeros(5, requires_grad=True)
+    optimizer = torch.optim.LBFGS([logits], max_iter=100, line_search_fn="strong_wolfe")
+
+    def expected_loss():
+        optimizer.zero_grad()
+        policy = logits.log_softmax(0)
+        losses, _ = dpo.dpo_loss(policy[chosen], policy[rejected], reference[chosen], reference[rejected], beta=0.5)
+        loss = (shares * losses).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(expected_loss)
+    torch.testing.assert_close(logits.softmax(0), (reference + rewards / 0.5).softmax(0), rtol=1e-3, atol=1e-4)
 
 
 def test_label_smoothing_and_reference_free():

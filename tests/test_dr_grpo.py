@@ -58,6 +58,34 @@ def test_the_gradient_is_the_unbiased_policy_gradient_for_any_micro_batch_size(m
     assert_same_gradient([model], in_micro_batches, by_definition, atol=1e-6)
 
 
+def test_the_expected_gradient_is_that_of_the_expected_reward():
+    """−(G − 1)/G · ∇E[R] / L_max, exactly: over all 49 groups of G = 2 that can be sampled, by their probability.
+
+    A vocabulary of three and L_max = 2 allow seven completions: EOS (token 1) alone, or another token and any second
+    one. (G − 1)/G is there because a completion's own reward is a part of the mean that it is compared with.
+    """
+    model, _ = random_model("Qwen2", vocab_size=3)
+    completions = [[1], *([first, second] for first in (0, 2) for second in (0, 1, 2))]
+    input_ids, attention_mask, mask = common.collate([[2, 0]] * 7, completions, 0)
+    torch.manual_seed(0)
+    rewards, groups = torch.randn(7), torch.cartesian_prod(torch.arange(7), torch.arange(7))  # [49, 2]
+
+    def by_enumeration():
+        logprobs, _ = common.token_logprobs(model, input_ids, attention_mask, 2)
+        chances = logprobs.detach().sum(1).exp()[groups].prod(1)  # [49]
+        assert chances.sum().item() == pytest.approx(1)
+        rows, advantages = groups.flatten(), dr_grpo.group_advantages(rewards[groups]).flatten()
+        weights = dr_grpo.token_weights(mask[rows], 2, 2) * chances.repeat_interleave(2)[:, None]
+        dr_grpo.dr_grpo_loss(logprobs[rows], logprobs[rows].detach(), advantages, weights, 0.2)[0].backward()
+
+    def by_definition():
+        logprobs, _ = common.token_logprobs(model, input_ids, attention_mask, 2)
+        expected_reward = (logprobs.sum(1).exp() * rewards).sum()
+        (-1 / 2 * expected_reward / 2).backward()
+
+    assert_same_gradient([model], by_enumeration, by_definition, atol=1e-6)
+
+
 def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
     """Written out one completion at a time: two steps, each with two minibatches and two passes.
 
