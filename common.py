@@ -1857,7 +1857,7 @@ class SlicedLogprobs(torch.autograd.Function):
                 factor = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None] / temperature).sub_(grad)
             column = (targets - start).clamp(0, logp.shape[1] - 1)  # of the target, if it is in this slice
             in_slice = column == targets - start
-            gradient = probs.mul_(factor).scatter_add_(1, column[:, None], grad * in_slice[:, None])
+            gradient = probs.mul_(factor).scatter_add_(1, column[:, None], (grad * in_slice[:, None]).to(logp))
             logits.backward(gradient.to(logits.dtype))
             for whole, w in zip(grad_weights, part):
                 whole[start:start + size] = w.grad
@@ -2051,7 +2051,8 @@ def load_reward_model(cfg):
     """--reward DIRECTORY -> scores(problems [P], rollout) [N], less the `reward_shift` in the model's config.
 
     A model with the policy's vocabulary and chat template scores the very tokens that were sampled. Any other one
-    scores the decoded text, through its own.
+    scores the decoded text, through its own. Both read a completion that was cut as if it ended there, since the model
+    has learned from answers that end. (After any other token, one for SmolLM2 put the cut ones above all good ones.)
     """
     try:
         own = load_tokenizer(cfg.reward, cfg.trust_remote_code)
@@ -2066,9 +2067,15 @@ def load_reward_model(cfg):
     shift = getattr(model.config, "reward_shift", 0.0)
     other = load_tokenizer(model_name(cfg), cfg.trust_remote_code)  # the policy's
     same_tokens = own.get_vocab() == other.get_vocab() and own.chat_template == other.chat_template
+    end = turn_end(own)
 
     def scores(problems: list[Problem], rollout: Rollout) -> torch.Tensor:
-        batch = rollout if same_tokens else retokenize(problems, rollout, own, cfg.system_prompt)
+        if same_tokens:
+            ids = rollout.input_ids.clone()
+            ids[~rollout.finished, -1] = end  # in place of the last token: one more might not fit into the context
+            batch = Batch(ids, rollout.attention_mask, rollout.mask)
+        else:
+            batch = retokenize(problems, rollout, own, cfg.system_prompt)
         longest, context = int(batch.attention_mask.sum(1).max()), context_length(model)
         if longest > context:
             raise UserError(f"--reward {cfg.reward}: its context is {context} tokens, a sequence has {longest}")
@@ -2084,10 +2091,7 @@ def load_reward_model(cfg):
 
 
 def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prompt: str) -> Batch:
-    """The N sequences of a rollout in another model's tokens, as `encode_preferences` writes answers.
-
-    The last token of each prompt counts as part of the completion, so that no completion is empty.
-    """
+    """A rollout's N sequences in another model's tokens, as `encode_preferences` writes answers, all with an end."""
     surplus, lead, end = answer_form(tokenizer)
     of_rows = [row_prompt(problem.row) for problem in problems]
     prompts = [prompt if isinstance(prompt, list) else problem.prompt  # which has messages as the policy reads them
@@ -2098,9 +2102,8 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     G, completions = len(rollout.completions) // len(problems), iter(rollout.completions)
     given = [(text, ids, problem.opening + next(completions), is_begun(prompt)) for problem, prompt, text, ids
              in zip(problems, prompts, rendered, encode(tokenizer, rendered)) for _ in range(G)]  # [N]
-    encoded, finished = encode_answers(tokenizer, given, lead), rollout.finished.tolist()
-    answers = [ids[-1:] + answer + [end] * ended for (_, ids, *_), answer, ended in zip(given, encoded, finished)]
-    return collate([ids[:-1] for _, ids, *_ in given], answers, tokenizer.pad_token_id, rollout.mask.device)
+    answers = [answer + [end] for answer in encode_answers(tokenizer, given, lead)]
+    return collate([ids for _, ids, *_ in given], answers, tokenizer.pad_token_id, rollout.mask.device)
 
 
 def load_reward_function(spec: str):

@@ -545,6 +545,16 @@ def test_gradients_of_slices_add_up_in_float32():
     torch.testing.assert_close(*grads, rtol=0.02, atol=0.02)
 
 
+def test_a_model_in_float64_gets_gradients():
+    gradients, ids = [], torch.tensor([[15, 16, 17, 18]])
+    for dtype in (torch.float32, torch.float64):
+        model = random_model("Qwen2")[0].to(dtype)
+        logprobs, entropy = common.token_logprobs(model, ids, torch.ones_like(ids), 2)
+        (logprobs + entropy).sum().backward()
+        gradients.append([p.grad.float() for p in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
 def test_a_head_with_a_bias():
     model, _ = random_model("Qwen2")
     model.config.num_labels = 1
@@ -1550,7 +1560,7 @@ def test_a_reward_model_reads_the_prompt_in_its_own_template():
     rollout = common.Rollout(None, None, torch.ones(2, 1), ["2", "3"], torch.tensor([True, False]))
     batch = common.retokenize([problem] * 2, rollout, tokenizer, "0")
     texts = [tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(batch.input_ids, batch.attention_mask)]
-    assert texts == ["0=1=2<eos>", "0=1=3"]
+    assert texts == ["0=1=2<eos>", "0=1=3<eos>"]  # though the second was cut
     batch = common.retokenize([common.Problem("4", [], None, {"number": 4})] * 2, rollout, tokenizer, "0")
     assert tokenizer.decode(batch.input_ids[0]) == "0=4=2<eos>"  # a problem of the user's own making
     problem.opening = "<think>"  # in the policy's prompt; the reward model's has none
@@ -1563,8 +1573,7 @@ def test_a_reward_model_reads_the_prompt_in_its_own_template():
 
 
 def test_a_reward_model_reads_an_answer_as_its_template_writes_one():
-    """Between a lead, as Qwen3's empty thought, and the token that ends a turn, here <unk>, if it is finished. Even an
-    empty completion has a token to read the score at: the last one of its prompt."""
+    """Between a lead, as Qwen3's empty thought, and the token that ends a turn, here <unk>, even if it was cut."""
     tokenizer = common.tiny_tokenizer()
     tokenizer.chat_template = ("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}={% endfor %}"
                                "{% if not add_generation_prompt %}-{{ messages[-1]['content'] }}<unk>{% endif %}")
@@ -1572,10 +1581,7 @@ def test_a_reward_model_reads_an_answer_as_its_template_writes_one():
     rollout = common.Rollout(None, None, torch.ones(2, 1), ["2", "3"], torch.tensor([True, False]))
     batch = common.retokenize([problem] * 2, rollout, tokenizer, "none")
     texts = [tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(batch.input_ids, batch.attention_mask)]
-    assert texts == ["1=-2<unk>", "1=-3"]
-    rollout = common.Rollout(None, None, torch.ones(1, 1), [""], torch.tensor([False]))
-    tokenizer.chat_template = None
-    assert common.retokenize([problem], rollout, tokenizer, "none").mask.tolist() == [[True]]
+    assert texts == ["1=-2<unk>", "1=-3<unk>"]
 
 
 def test_accuracy_avg_and_pass(monkeypatch):

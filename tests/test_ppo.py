@@ -285,6 +285,36 @@ def test_the_critic_starts_at_zero_from_the_policy(tmp_path):
     assert all(parameter.requires_grad for parameter in critic.parameters())
 
 
+def test_the_expected_gradient_is_that_of_the_score_less_the_kl():
+    """−∇(E[score] − β·KL(π‖π_ref)), exactly: over all completions, by their probability, with γ = λ = 1, before
+    whitening, and whatever the critic says.
+
+    A vocabulary of three and two tokens allow seven completions: EOS (token 1) alone, or another token and any second.
+    """
+    (policy, _), (reference, _) = (random_model("Qwen2", seed, vocab_size=3) for seed in (0, 1))
+    completions = [[1], *([first, second] for first in (0, 2) for second in (0, 1, 2))]
+    input_ids, attention_mask, mask = common.collate([[2, 0]] * 7, completions, 0)
+    torch.manual_seed(0)
+    scores, values = torch.randn(7), torch.tensor([[5.0, 0], *[[5.0, 2]] * 3, *[[5.0, -3]] * 3])
+    with torch.no_grad():
+        ref_logprobs, _ = common.token_logprobs(reference, input_ids, attention_mask, 2)
+
+    def by_enumeration():
+        logprobs, _ = common.token_logprobs(policy, input_ids, attention_mask, 2)
+        old_logprobs = logprobs.detach()
+        rewards = ppo.token_rewards(scores, old_logprobs, ref_logprobs, mask, 0.3)
+        advantages, _ = ppo.gae(rewards, values, mask, 1.0, 1.0)
+        weights = mask * old_logprobs.sum(1, keepdim=True).exp()
+        ppo.ppo_loss(logprobs, old_logprobs, advantages, weights, 0.2)[0].backward()
+
+    def by_definition():
+        logprobs = common.token_logprobs(policy, input_ids, attention_mask, 2)[0].sum(1)
+        kl = (logprobs.exp() * (logprobs - ref_logprobs.sum(1))).sum()
+        (0.3 * kl - (logprobs.exp() * scores).sum()).backward()
+
+    assert_same_gradient([policy], by_enumeration, by_definition, atol=1e-6)
+
+
 @pytest.mark.parametrize("max_tokens", [1, 60, 200, 100_000])
 def test_any_micro_batch_size_gives_the_same_gradients(max_tokens):
     """Compared with the definition, for policy and critic: each completion on its own, one mean over all tokens."""
@@ -348,16 +378,20 @@ def problems_and_rollout(policy_directory):
     return problems, common.sample(policy, tokenizer, [p.prompt_ids for p in problems], 4, 12)
 
 
-def test_a_reward_model_reads_the_sampled_tokens_at_the_last_of_them(tmp_path, policy_directory):
-    """The reward is its score of each row without padding, EOS included if there is one, minus the config's shift."""
-    model = save_reward_model(tmp_path / "rm", shift=0.25)
+def test_a_reward_model_reads_the_sampled_tokens_at_their_end(tmp_path, policy_directory):
+    """The reward is its score of each row without padding, minus the config's shift. It is read at the EOS, with which
+    all answers end that the model has learned from; one that was cut gets it in place of its last token."""
+    model = save_reward_model(tmp_path / "rm", shift=1.0)
     problems, rollout = problems_and_rollout(policy_directory)
     assert rollout.finished.any() and not rollout.finished.all()
     rewards, correct = common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
     assert rewards.shape == correct.shape == (2, 4) and not correct.any()
+    end = common.tiny_tokenizer().eos_token_id
     for i in range(8):
         ids = rollout.input_ids[i][rollout.attention_mask[i].bool()]
-        expected = model.score(model.base_model(ids[None])[0])[0, -1, 0] - 0.25
+        assert (ids[-1] == end) == rollout.finished[i]
+        ids[-1] = end
+        expected = model.score(model.base_model(ids[None])[0])[0, -1, 0] - 1.0
         torch.testing.assert_close(rewards.flatten()[i], expected, rtol=1e-4, atol=1e-5)
     rollout.completions[2] = "<think>1+1=2</think><answer>2</answer>"  # as if sampled
     cfg = reward_config(tmp_path / "rm", policy_directory, format_reward=0.5)
@@ -389,7 +423,7 @@ def test_copies_of_a_completion_get_one_score(tmp_path, policy_directory, monkey
     save_reward_model(tmp_path / "rm")
     problems, rollout = problems_and_rollout(policy_directory)
     for copy in (1, 3):
-        for rows in (rollout.input_ids, rollout.attention_mask, rollout.mask):
+        for rows in (rollout.input_ids, rollout.attention_mask, rollout.mask, rollout.finished):
             rows[copy] = rows[0]
     monkeypatch.setattr(common, "all_scores", lambda model, batch, *_: torch.arange(float(len(batch.mask))))
     rewards, _ = common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
@@ -399,8 +433,8 @@ def test_copies_of_a_completion_get_one_score(tmp_path, policy_directory, monkey
 def test_a_reward_model_of_another_vocabulary_reads_the_text(tmp_path, policy_directory):
     """A reward model and its tokenizer get their token ids reversed: it must now read the decoded text.
 
-    Expected is its score of each prompt and completion, tokenized anew, with EOS if the completion is finished. The
-    system prompt, here "7", is that of the run.
+    Expected is its score of each prompt and completion, tokenized anew, with EOS. The system prompt, here "7", is that
+    of the run.
     """
     model = save_reward_model(tmp_path / "rm")
     problems, rollout = problems_and_rollout(policy_directory)
@@ -419,9 +453,8 @@ def test_a_reward_model_of_another_vocabulary_reads_the_text(tmp_path, policy_di
     save(tmp_path / "rm", model, reversed_ids)
     cfg = reward_config(tmp_path / "rm", policy_directory, system_prompt="7")
     rewards, _ = common.load_reward(cfg)(problems, rollout)
-    for i, (text, finished) in enumerate(zip(rollout.completions, rollout.finished)):
-        ids = reversed_ids.encode(f"7\n\n{problems[i // 4].prompt}{text}")
-        ids += [reversed_ids.eos_token_id] * bool(finished)
+    for i, text in enumerate(rollout.completions):
+        ids = reversed_ids.encode(f"7\n\n{problems[i // 4].prompt}{text}") + [reversed_ids.eos_token_id]
         expected = model.score(model.base_model(torch.tensor([ids]))[0])[0, -1, 0]
         torch.testing.assert_close(rewards.flatten()[i], expected, rtol=1e-4, atol=1e-5)
 
@@ -435,8 +468,8 @@ def test_a_reward_model_with_another_template_reads_its_own(tmp_path, policy_dir
     problems, rollout = problems_and_rollout(policy_directory)
     rewards, _ = common.load_reward(reward_config(tmp_path / "rm", policy_directory, system_prompt="none"))(
         problems, rollout)
-    for i, (text, finished) in enumerate(zip(rollout.completions, rollout.finished)):
-        ids = tokenizer.encode(f"({problems[i // 4].prompt}),{text}") + [tokenizer.eos_token_id] * bool(finished)
+    for i, text in enumerate(rollout.completions):
+        ids = tokenizer.encode(f"({problems[i // 4].prompt}),{text}") + [tokenizer.eos_token_id]
         expected = model.score(model.base_model(torch.tensor([ids]))[0])[0, -1, 0]
         torch.testing.assert_close(rewards.flatten()[i], expected, rtol=1e-4, atol=1e-5)
 
