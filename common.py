@@ -667,6 +667,9 @@ def save_model(model, tokenizer, directory: Path) -> None:
             config.pop("auto_map", None)
         config.get("text_config", config).update(rotary_settings_4(model.config))
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        settings = folder / "tokenizer_config.json"  # transformers 4 refuses the newer names; 5 reads both
+        text = settings.read_text("utf-8").replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
+        settings.write_text(text.replace('"extra_special_tokens": [', '"additional_special_tokens": ['), "utf-8")
     on_main_rank(lambda: write_directory(directory, fill))
 
 

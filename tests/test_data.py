@@ -396,6 +396,18 @@ def test_rotary_settings_as_transformers_4_has_them(architecture, rope, settings
     assert common.rotary_settings_4(config) == settings
 
 
+def test_the_tokenizers_settings_stand_where_transformers_4_reads_them(tmp_path):
+    """As for Qwen2.5, which has more special tokens, and Llama 3, whose tokenizer has no class of its own."""
+    model, tokenizer = random_model("Llama")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    common.save_model(model, tokenizer, tmp_path)
+    saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert saved["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in saved
+    assert saved["additional_special_tokens"] == ["<|im_end|>"]
+    loaded = common.load_tokenizer(str(tmp_path))
+    assert type(loaded) is type(tokenizer) and loaded.all_special_tokens == tokenizer.all_special_tokens
+
+
 def test_a_saved_model_names_no_code_that_does_not_lie_beside_it(tmp_path):
     """Phi-3's config.json does, though transformers has the architecture."""
     model, tokenizer = random_model("Qwen2", auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
