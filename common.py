@@ -2074,8 +2074,9 @@ def load_reward_model(cfg):
 
     def scores(problems: list[Problem], rollout: Rollout) -> torch.Tensor:
         if same_tokens:
-            ids = rollout.input_ids.clone()
-            ids[~rollout.finished, -1] = end  # in place of the last token: one more might not fit into the context
+            ids, cut = rollout.input_ids.clone(), ~rollout.finished
+            last = rollout.attention_mask.cumsum(1).argmax(1)  # [N] the column of each row's last token
+            ids[cut, last[cut]] = end  # in its place: one more token might not fit into the context
             batch = Batch(ids, rollout.attention_mask, rollout.mask)
         else:
             batch = retokenize(problems, rollout, own, cfg.system_prompt)

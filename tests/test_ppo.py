@@ -384,6 +384,8 @@ def test_a_reward_model_reads_the_sampled_tokens_at_their_end(tmp_path, policy_d
     model = save_reward_model(tmp_path / "rm", shift=1.0)
     problems, rollout = problems_and_rollout(policy_directory)
     assert rollout.finished.any() and not rollout.finished.all()
+    for name in ("input_ids", "attention_mask", "mask"):  # so that none reaches the last column
+        setattr(rollout, name, torch.nn.functional.pad(getattr(rollout, name), (0, 1)))
     rewards, correct = common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
     assert rewards.shape == correct.shape == (2, 4) and not correct.any()
     end = common.tiny_tokenizer().eos_token_id
