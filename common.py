@@ -382,6 +382,10 @@ def say(message: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------ models
 
+# What transformers 5 leaves out where it saves a tokenizer: llama.cpp's converter, or what serves images, wants it
+UNSAVED_FILES = ("tokenizer.model", "preprocessor_config.json", "processor_config.json")
+
+
 def load_tokenizer(name: str, trust_remote_code: bool = False):
     """The tokenizer of a directory or hub id. Where it has no pad token, EOS pads: masks come from positions."""
     with one_line_errors(f"--model {name}: no directory or hub id that has a tokenizer"):
@@ -406,6 +410,9 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
                 tokenizer.eos_token = tokenizer.eos_token or eos
         if not tokenizer("1")["input_ids"]:  # transformers makes up an empty one where a model has no tokenizer
             raise UserError(f"--model {name}: no tokenizer there")
+        paths = [cached_file(name, file, _raise_exceptions_for_missing_entries=False,
+                             _raise_exceptions_for_connection_errors=False) for file in UNSAVED_FILES]
+        tokenizer.unsaved = {Path(path).name: Path(path).read_bytes() for path in paths if path}  # for `save_model`
     if tokenizer.eos_token_id is None:
         raise UserError(f"--model {name}: its tokenizer has no end-of-sequence token, so no completion could end")
     if tokenizer.pad_token_id is None:
@@ -667,9 +674,16 @@ def save_model(model, tokenizer, directory: Path) -> None:
             config.pop("auto_map", None)
         config.get("text_config", config).update(rotary_settings_4(model.config))
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        settings = folder / "tokenizer_config.json"  # transformers 4 refuses the newer names; 5 reads both
-        text = settings.read_text("utf-8").replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
-        settings.write_text(text.replace('"extra_special_tokens": [', '"additional_special_tokens": ['), "utf-8")
+        path = folder / "tokenizer_config.json"  # transformers 4 refuses the newer names; 5 reads both
+        text = path.read_text("utf-8").replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
+        settings = json.loads(text.replace('"extra_special_tokens": [', '"additional_special_tokens": ['))
+        for name, content in getattr(tokenizer, "unsaved", {}).items():
+            (folder / name).write_bytes(content)
+            if name == "tokenizer.model":  # without these, llama.cpp's converter would split added tokens
+                settings["added_tokens_decoder"] = {
+                    i: token.__getstate__() for i, token in tokenizer.added_tokens_decoder.items()}
+                settings["add_bos_token"] = tokenizer("1")["input_ids"][0] == tokenizer.bos_token_id
+        path.write_text(json.dumps(settings, indent=2) + "\n")
     on_main_rank(lambda: write_directory(directory, fill))
 
 

@@ -408,6 +408,25 @@ def test_the_tokenizers_settings_stand_where_transformers_4_reads_them(tmp_path)
     assert type(loaded) is type(tokenizer) and loaded.all_special_tokens == tokenizer.all_special_tokens
 
 
+def test_files_that_transformers_5_leaves_out_are_kept(tmp_path):
+    """llama.cpp's converter reads tokenizer.model, and beside it the added tokens and whether there is a BOS."""
+    model, tokenizer = random_model("Llama")
+    save(tmp_path / "0", model, tokenizer)
+    for name in common.UNSAVED_FILES:
+        (tmp_path / "0" / name).write_bytes(name.encode())
+    for i in range(2):  # again from what was saved
+        tokenizer = common.load_tokenizer(str(tmp_path / str(i)))
+        common.save_model(model, tokenizer, tmp_path / str(i + 1))
+    for name in common.UNSAVED_FILES:
+        assert (tmp_path / "2" / name).read_bytes() == name.encode()
+    saved = json.loads((tmp_path / "2" / "tokenizer_config.json").read_text())
+    assert saved["add_bos_token"] is False
+    assert saved["added_tokens_decoder"]["4"] == {"content": "</think>", "single_word": False, "lstrip": False,
+                                                  "rstrip": False, "normalized": False, "special": False}
+    loaded = common.load_tokenizer(str(tmp_path / "2"))
+    assert loaded.encode("1<think>2</think>") == common.tiny_tokenizer().encode("1<think>2</think>")
+
+
 def test_a_saved_model_names_no_code_that_does_not_lie_beside_it(tmp_path):
     """Phi-3's config.json does, though transformers has the architecture."""
     model, tokenizer = random_model("Qwen2", auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
