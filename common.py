@@ -2069,7 +2069,7 @@ def load_reward_model(cfg):
 
     A model with the policy's vocabulary and chat template scores the very tokens that were sampled. Any other one
     scores the decoded text, through its own. Both read a completion that was cut as if it ended there, since the model
-    has learned from answers that end. (After any other token, one for SmolLM2 put the cut ones above all good ones.)
+    has learned from answers that end. (At any other token, one for SmolLM2 scored the cut ones higher than good ones.)
     """
     try:
         own = load_tokenizer(cfg.reward, cfg.trust_remote_code)
