@@ -1121,7 +1121,7 @@ class Preference:
     prompt: str
     prompt_ids: list[int]
     answers: list[str]
-    answer_ids: list[list[int]]   # each ends with its EOS (`turn_end`), unless it was cut
+    answer_ids: list[list[int]]   # each ends with its EOS (`turn_end`); in dpo.py not if it was cut
     scores: list[float]           # falling; equal ones are a tie and make no pair
     margin: float = 0.0           # optional `margin` of a row: by how much r⁺ should exceed r⁻
     ref_logprobs: torch.Tensor | None = None  # [K] of the answers under the reference, once dpo.py has computed them
@@ -1218,9 +1218,14 @@ def is_number(value) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating, np.bool_)) and bool(abs(value) < LARGEST)
 
 
-def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str) -> list[Preference]:
+def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str, ended: bool = False):
     """Fill in the token ids of prompts and answers, written as the template writes a conversation (`answer_form`).
-    Answers are cut at --max_completion_tokens or where the context ends. Rows that then have no pair are left out."""
+    Answers are cut at --max_completion_tokens or where the context ends. Rows that then have no pair are left out.
+    Returns the others.
+
+    ended: a cut answer gets its end in place of its last token, since a reward model's scores are read there. (A policy
+        that learns from such answers would learn to break off.)
+    """
     surplus, lead, end = answer_form(tokenizer)
     endings = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens([end, tokenizer.eos_token_id])))
     endings = rf"(({endings})\s*)+$"  # some data has them already
@@ -1232,8 +1237,10 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str)
         best = {}  # answers that begin alike may be equal once they are cut: as in `read_preference`, the best counts
         for answer, score in zip(preference.answers, preference.scores):
             whole = next(encoded) + [end]
-            best.setdefault(tuple(whole[:room]), (answer, score))
-            cut += len(whole) > room
+            is_cut = len(whole) > room
+            ids = whole[:room - 1] + [end] if is_cut and ended else whole[:room]
+            best.setdefault(tuple(ids), (answer, score))
+            cut += is_cut
         preference.answer_ids = [list(ids) for ids in best]
         preference.answers, preference.scores = map(list, zip(*best.values()))
     if cut:
@@ -2067,9 +2074,10 @@ def is_reward_model(reward: str) -> bool:
 def load_reward_model(cfg):
     """--reward DIRECTORY -> scores(problems [P], rollout) [N], less the `reward_shift` in the model's config.
 
-    A model with the policy's vocabulary and chat template scores the very tokens that were sampled. Any other one
-    scores the decoded text, through its own. Both read a completion that was cut as if it ended there, since the model
-    has learned from answers that end. (At any other token, one for SmolLM2 scored the cut ones higher than good ones.)
+    A model with the policy's vocabulary and chat template scores the tokens that were sampled. Any other one scores the
+    decoded text, through its own. Every completion is read as if it ended with `turn_end`, as the answers do that the
+    model has learned from: it may have been cut, or have ended with another of the policy's ends. (At any other token,
+    one for SmolLM2 scored cut answers higher than good ones.)
     """
     try:
         own = load_tokenizer(cfg.reward, cfg.trust_remote_code)
@@ -2088,9 +2096,8 @@ def load_reward_model(cfg):
 
     def scores(problems: list[Problem], rollout: Rollout) -> torch.Tensor:
         if same_tokens:
-            ids, cut = rollout.input_ids.clone(), ~rollout.finished
-            last = rollout.attention_mask.cumsum(1).argmax(1)  # [N] the column of each row's last token
-            ids[cut, last[cut]] = end  # in its place: one more token might not fit into the context
+            last = rollout.attention_mask.cumsum(1).argmax(1, keepdim=True)  # [N, 1] the column of each last token
+            ids = rollout.input_ids.scatter(1, last, end)  # in its place: one more might not fit into the context
             batch = Batch(ids, rollout.attention_mask, rollout.mask)
         else:
             batch = retokenize(problems, rollout, own, cfg.system_prompt)

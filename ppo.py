@@ -46,7 +46,7 @@ class Config(common.RunConfig):
     kl_target: float = flag(0.0, "adapt β to keep the KL at this many nats per completion (Ziegler et al.'s code: 6); "
                                  "0: fixed β")
     gamma: float = flag(1.0, "γ: discount (InstructGPT: 1)")
-    lam: float = flag(0.95, "λ: of generalized advantage estimation (N+: 0.95)")
+    lam: float = flag(0.95, "λ: of generalized advantage estimation (N+: 0.95); 1 suits long completions")
     minibatches: int = flag(1, "minibatches per rollout batch, an optimizer step each (N+: 1)")
     updates_per_batch: int = flag(4, "passes over a rollout batch, always in the same minibatches (N+: 4)")
     clip_eps: float = flag(0.2, "ε: ratios are clipped to 1 ± ε (PPO: 0.2)")

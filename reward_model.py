@@ -30,7 +30,7 @@ from common import flag
 class Config(common.RunConfig):
     steps: int = flag(1000, "training steps, one update each")
     pairs_per_step: int = flag(32, "pairs per step, or rankings with all their pairs (InstructGPT: 64)")
-    max_completion_tokens: int = flag(1024, "longer answers are cut off here, and then have no EOS")
+    max_completion_tokens: int = flag(1024, "longer answers are cut off here")
     center_coef: float = flag(0.01, "c: weight of (r⁺ + r⁻)², which keeps scores near 0 (TRL advises 0.01)")
     lr: float = flag(5e-4, "learning rate; 1e-5 suits a real model (InstructGPT: 9e-6)")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag(
@@ -113,8 +113,8 @@ def main(cfg: Config) -> None:
     model, tokenizer = common.load_policy(cfg, run.device, cls=AutoModelForSequenceClassification, num_labels=1)
     scale_fresh_head(model)
     optimizer, schedule = common.make_optimizer(model, cfg, betas=(0.9, 0.95))  # as in InstructGPT
-    eval_preferences = common.encode_preferences(eval_preferences, tokenizer, cfg, "--eval_data")
-    data = common.Shuffled(common.encode_preferences(preferences, tokenizer, cfg, "--data"), cfg.seed)
+    eval_preferences = common.encode_preferences(eval_preferences, tokenizer, cfg, "--eval_data", ended=True)
+    data = common.Shuffled(common.encode_preferences(preferences, tokenizer, cfg, "--data", ended=True), cfg.seed)
 
     run.start(data, model=(model, optimizer, schedule))
     if run.next_step == 0:  # step 0: evaluate before training

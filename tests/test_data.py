@@ -869,11 +869,12 @@ def test_the_values_of_many_preferences_keep_their_order(monkeypatch):
     assert [v.tolist() for v in values] == [[7 + 10 * p + k for k in range(K)] for p, K in enumerate((2, 3, 2, 2, 3))]
 
 
-def test_a_cut_answer_has_no_eos(capsys):
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_cut_answer_has_no_eos_except_for_a_reward_model(ended, capsys):
     tokenizer = common.tiny_tokenizer()
     preference = common.Preference("1", [], ["46", "123456"], [], [2.0, 1.0])
-    common.encode_preferences([preference], tokenizer, encode_config(max_completion_tokens=4), "--data")
-    assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<eos>", "1234"]
+    common.encode_preferences([preference], tokenizer, encode_config(max_completion_tokens=4), "--data", ended=ended)
+    assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<eos>", "123<eos>" if ended else "1234"]
     assert "cut 1 of 2 answers" in capsys.readouterr().err
 
 

@@ -380,10 +380,14 @@ def problems_and_rollout(policy_directory):
 
 def test_a_reward_model_reads_the_sampled_tokens_at_their_end(tmp_path, policy_directory):
     """The reward is its score of each row without padding, minus the config's shift. It is read at the EOS, with which
-    all answers end that the model has learned from; one that was cut gets it in place of its last token."""
+    all answers end that the model has learned from; one that was cut, or ended with another token, gets it in place of
+    its last one."""
     model = save_reward_model(tmp_path / "rm", shift=1.0)
     problems, rollout = problems_and_rollout(policy_directory)
     assert rollout.finished.any() and not rollout.finished.all()
+    other_end = rollout.finished.nonzero()[0, 0]
+    last = rollout.attention_mask[other_end].nonzero()[-1, 0]
+    rollout.input_ids[other_end, last] = 5  # as if it were another end
     for name in ("input_ids", "attention_mask", "mask"):  # so that none reaches the last column
         setattr(rollout, name, torch.nn.functional.pad(getattr(rollout, name), (0, 1)))
     rewards, correct = common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
@@ -391,7 +395,6 @@ def test_a_reward_model_reads_the_sampled_tokens_at_their_end(tmp_path, policy_d
     end = common.tiny_tokenizer().eos_token_id
     for i in range(8):
         ids = rollout.input_ids[i][rollout.attention_mask[i].bool()]
-        assert (ids[-1] == end) == rollout.finished[i]
         ids[-1] = end
         expected = model.score(model.base_model(ids[None])[0])[0, -1, 0] - 1.0
         torch.testing.assert_close(rewards.flatten()[i], expected, rtol=1e-4, atol=1e-5)
