@@ -679,7 +679,7 @@ def save_model(model, tokenizer, directory: Path) -> None:
         settings = json.loads(text.replace('"extra_special_tokens": [', '"additional_special_tokens": ['))
         for name, content in getattr(tokenizer, "unsaved", {}).items():
             (folder / name).write_bytes(content)
-            if name == "tokenizer.model":  # without these, llama.cpp's converter would split added tokens
+            if name == "tokenizer.model":  # without these, llama.cpp would split added tokens and add a BOS
                 settings["added_tokens_decoder"] = {
                     i: token.__getstate__() for i, token in tokenizer.added_tokens_decoder.items()}
                 settings["add_bos_token"] = tokenizer("1")["input_ids"][0] == tokenizer.bos_token_id
@@ -1218,13 +1218,13 @@ def is_number(value) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating, np.bool_)) and bool(abs(value) < LARGEST)
 
 
-def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str, ended: bool = False):
+def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str,
+                       ended: bool = False) -> list[Preference]:
     """Fill in the token ids of prompts and answers, written as the template writes a conversation (`answer_form`).
     Answers are cut at --max_completion_tokens or where the context ends. Rows that then have no pair are left out.
-    Returns the others.
 
-    ended: a cut answer gets its end in place of its last token, since a reward model's scores are read there. (A policy
-        that learns from such answers would learn to break off.)
+    ended: a cut answer gets its end in place of its last token, since --reward reads a reward model's scores there. (A
+        policy would learn from such answers to break off.)
     """
     surplus, lead, end = answer_form(tokenizer)
     endings = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens([end, tokenizer.eos_token_id])))
@@ -1236,11 +1236,11 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str,
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
         best = {}  # answers that begin alike may be equal once they are cut: as in `read_preference`, the best counts
         for answer, score in zip(preference.answers, preference.scores):
-            whole = next(encoded) + [end]
-            is_cut = len(whole) > room
-            ids = whole[:room - 1] + [end] if is_cut and ended else whole[:room]
+            ids = next(encoded) + [end]
+            if len(ids) > room:
+                cut += 1
+                ids = ids[:room - 1] + [end] if ended else ids[:room]
             best.setdefault(tuple(ids), (answer, score))
-            cut += is_cut
         preference.answer_ids = [list(ids) for ids in best]
         preference.answers, preference.scores = map(list, zip(*best.values()))
     if cut:

@@ -428,7 +428,7 @@ def test_copies_of_a_completion_get_one_score(tmp_path, policy_directory, monkey
     save_reward_model(tmp_path / "rm")
     problems, rollout = problems_and_rollout(policy_directory)
     for copy in (1, 3):
-        for rows in (rollout.input_ids, rollout.attention_mask, rollout.mask, rollout.finished):
+        for rows in (rollout.input_ids, rollout.attention_mask, rollout.mask):
             rows[copy] = rows[0]
     monkeypatch.setattr(common, "all_scores", lambda model, batch, *_: torch.arange(float(len(batch.mask))))
     rewards, _ = common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
