@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import common
-from helpers import few_pairs, few_problems, random_model, run_script
+from helpers import few_pairs, on_few_problems, random_model, run_script
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(not GPUS, reason="want TEST_CUDA=1 and a GPU")
@@ -30,7 +30,7 @@ def test_a_run_trains_saves_and_resumes(script, flags, tmp_path, monkeypatch):
     if "--gradient_checkpointing" in flags:  # and as a large model, with an FSDP module for each layer
         monkeypatch.setattr(common, "is_small", lambda *_: False)
     pairs = script == "reward_model.py" or script == "dpo.py" and not flags
-    data = ["--data", few_pairs(tmp_path), "--pairs_per_step", 6] if pairs else ["--eval_data", few_problems(tmp_path)]
+    data = ["--data", few_pairs(tmp_path), "--pairs_per_step", 6] if pairs else on_few_problems(tmp_path)
     for more in (["--steps", 2], ["--steps", 4, "--resume"]):
         run_script(script, *data, *flags, "--output_dir", tmp_path / "run", *more)
     metrics = read_metrics(tmp_path / "run")

@@ -10,8 +10,8 @@ import torch
 import common
 import dapo
 import grpo
-from helpers import (ROOT, assert_metrics, assert_same_gradient, assert_same_weights, begin_with, few_problems,
-                     is_right, load_tiny_model, plain_finished, plain_logprobs, plain_update, random_model,
+from helpers import (ROOT, assert_metrics, assert_same_gradient, assert_same_weights, begin_with, is_right,
+                     load_tiny_model, on_few_problems, plain_finished, plain_logprobs, plain_update, random_model,
                      read_metrics, record_run, run_script)
 
 
@@ -128,7 +128,7 @@ def test_an_answer_far_from_the_cut_is_not_punished(tmp_path):
     """No completion has more than 32 of 40 tokens, so rewards are 1 and −1 (eq. 7), even that of the longest. As many
     groups are kept as were wanted, so nothing is said of missing ones."""
     errors = run_script("dapo.py", "--steps", 1, "--prompts_per_step", 4, "--group_size", 4, "--no_dynamic_sampling",
-                        "--output_dir", tmp_path / "run", "--eval_data", few_problems(tmp_path))
+                        "--output_dir", tmp_path / "run", *on_few_problems(tmp_path))
     assert "are informative" not in errors
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert {row["reward"] for row in rows} == {-1, 1}
@@ -278,7 +278,7 @@ def test_without_an_informative_group_the_step_makes_no_update(tmp_path):
                                         "    return -random.random()\n")
     errors = run_script("dapo.py", "--steps", 2, "--prompts_per_step", 2, "--group_size", 2, "--eval_every", 100,
                         "--max_generation_batches", 2, "--reward", f"{tmp_path / 'reward.py'}:never", "--output_dir",
-                        tmp_path / "run", "--warmup_steps", 2)
+                        tmp_path / "run", "--warmup_steps", 2, *on_few_problems(tmp_path))
     assert "0 of 4 groups" in errors and "rewards teach nothing" in errors
     samples = [json.loads(line) for line in open(tmp_path / "run" / "samples.jsonl")]
     assert len({sample["reward"] for sample in samples}) == len(samples)

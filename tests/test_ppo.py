@@ -14,8 +14,8 @@ from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassificati
 import common
 import ppo
 from helpers import (assert_metrics, assert_same_gradient, assert_same_weights, begin_with, few_problems, is_right,
-                     load_tiny_model, plain_entropies, plain_finished, plain_logprobs, plain_update, random_model,
-                     read_metrics, record_run, row_alone, run_script, save)
+                     load_tiny_model, on_few_problems, plain_entropies, plain_finished, plain_logprobs, plain_update,
+                     random_model, read_metrics, record_run, row_alone, run_script, save)
 
 LENGTHS = [6, 3, 1, 0]  # from the full width to a completion without tokens
 MASK = torch.arange(6) < torch.tensor(LENGTHS)[:, None]
@@ -229,7 +229,7 @@ def test_the_kl_controller_gets_nats_per_completion(tmp_path, monkeypatch):
     given, adapt = [], ppo.adapted_kl_coef
     monkeypatch.setattr(ppo, "adapted_kl_coef", lambda coef, kl, target: given.append(kl) or adapt(coef, kl, target))
     run_script("ppo.py", "--steps", 2, "--prompts_per_step", 8, "--kl_target", 3, "--lr", 1e-3,
-               "--output_dir", tmp_path / "run", "--eval_data", few_problems(tmp_path))
+               "--output_dir", tmp_path / "run", *on_few_problems(tmp_path))
     logged = [m["kl"] * m["completion_length"] for m in read_metrics(tmp_path / "run")[1:]]
     assert given == pytest.approx(logged, rel=1e-4, abs=1e-6) and abs(given[1]) > 0.05
 
@@ -495,8 +495,8 @@ def test_a_run_with_a_reward_model(tmp_path, normalize):
     Normalized scores have mean 0 on the first rollout, and a resumed run keeps the same scale.
     """
     save_reward_model(tmp_path / "rm", shift=1.5)
-    flags = ["--prompts_per_step", 16, "--reward", tmp_path / "rm", "--output_dir", tmp_path / "run", "--eval_data",
-             few_problems(tmp_path), "--missing_eos_score", "none", *["--no_normalize_scores"] * (not normalize)]
+    flags = ["--prompts_per_step", 16, "--reward", tmp_path / "rm", "--output_dir", tmp_path / "run",
+             *on_few_problems(tmp_path), "--missing_eos_score", "none", *["--no_normalize_scores"] * (not normalize)]
     for extra in (["--steps", 1], ["--steps", 2, "--resume"]):
         run_script("ppo.py", *flags, *extra)
     _, first, second = read_metrics(tmp_path / "run")
@@ -512,7 +512,7 @@ def test_the_format_reward_keeps_its_weight_beside_normalised_scores(tmp_path):
         for weight in (0.0, 0.5) if size == 1 else (0.5,):
             out = tmp_path / f"run-{size}-{weight}"
             run_script("ppo.py", "--steps", 1, "--prompts_per_step", 16, "--reward", tmp_path / f"rm-{size}",
-                       "--output_dir", out, "--eval_data", few_problems(tmp_path), "--format_reward", weight,
+                       "--output_dir", out, *on_few_problems(tmp_path), "--format_reward", weight,
                        "--max_new_tokens", 21, "--missing_eos_score", "none")
             lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
             rewards[size, weight] = torch.tensor([line["reward"] for line in lines])
@@ -683,8 +683,8 @@ def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, mi
 def test_completions_without_eos_get_their_score_and_the_kl_coefficient_survives_a_resume(tmp_path):
     """Four steps in one run, and in two runs of two steps, log the same numbers."""
     flags = ["--prompts_per_step", 8, "--max_new_tokens", 8, "--missing_eos_score", "-2.5", "--kl_target", 0.01,
-             "--updates_per_batch", 1, "--save_every", 1, "--lr", 1e-3, "--warmup_steps", 3, "--eval_data",
-             few_problems(tmp_path)]
+             "--updates_per_batch", 1, "--save_every", 1, "--lr", 1e-3, "--warmup_steps", 3,
+             *on_few_problems(tmp_path)]
     run_script("ppo.py", "--steps", 4, "--output_dir", tmp_path / "whole", *flags)
     expected = read_metrics(tmp_path / "whole")
     assert expected[1]["reward"] == -2.5  # no completion ends within eight tokens
@@ -712,7 +712,7 @@ def test_mistakes_are_one_line(tmp_path, flags, word):
 def test_the_samples_of_ppo_have_the_advantage_of_their_first_token(tmp_path):
     """γ = λ = 1, no KL, a critic of zeros: before whitening, Â of every token is the reward, 1 or 0."""
     run_script("ppo.py", "--steps", 1, "--prompts_per_step", 8, "--kl_coef", 0, "--lam", 1,
-               "--updates_per_batch", 1, "--output_dir", tmp_path / "run", "--eval_data", few_problems(tmp_path))
+               "--updates_per_batch", 1, "--output_dir", tmp_path / "run", *on_few_problems(tmp_path))
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert {row["reward"] for row in rows} == {0, 1}
     assert all((row["advantage"] > 0) == (row["reward"] == 1) and row["advantage"] != row["reward"] for row in rows)

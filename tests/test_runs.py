@@ -22,7 +22,8 @@ from tokenizers import Tokenizer, models
 
 import common
 import grpo
-from helpers import ROOT, FakeRun, beside, few_problems, fork_script, random_model, read_metrics, run_script, save
+from helpers import (ROOT, FakeRun, beside, few_problems, fork_script, on_few_problems, random_model, read_metrics,
+                     run_script, save)
 
 SCRIPTS = ["grpo", "dapo", "dr_grpo", "ppo", "dpo", "dpo --on_policy", "reward_model"]
 # Groups so large that a single process reads shared prefixes once. Most completions differ, so few rows are copies.
@@ -41,12 +42,12 @@ def small_runs(folder):
         right, slip, carry = (common.worked_answer(row["prompt"], draw, *wrong) for wrong in ((0, 0), (0, 1), (1, 1)))
         rows.append({"prompt": row["prompt"], "responses": [right, slip, carry], "scores": [1, 0, 0]})
     ranked = write(folder / "ranked.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    problems = few_problems(folder)
-    groups = ["--prompts_per_step", 4, "--group_size", 4, "--minibatches", 2, "--eval_data", problems]
-    own = {LARGE_GROUPS: ["--eval_data", problems],
-           "ppo": ["--prompts_per_step", 8, "--minibatches", 2, "--updates_per_batch", 2, "--eval_data", problems],
+    problems = on_few_problems(folder)
+    groups = ["--prompts_per_step", 4, "--group_size", 4, "--minibatches", 2, *problems]
+    own = {LARGE_GROUPS: problems,
+           "ppo": ["--prompts_per_step", 8, "--minibatches", 2, "--updates_per_batch", 2, *problems],
            "dpo": ["--pairs_per_step", 8, "--data", ranked, "--eval_data", ranked],
-           "dpo --on_policy": ["--pairs_per_step", 8, "--eval_data", problems],
+           "dpo --on_policy": ["--pairs_per_step", 8, *problems],
            "reward_model": ["--pairs_per_step", 4, "--data", ranked, "--eval_data", ranked]}
 
     def command(script):
@@ -441,7 +442,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, code, he
 
 def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
     out = tmp_path / "run"
-    flags = ["--prompts_per_step", 2, "--group_size", 2, "--output_dir", out, "--eval_data", few_problems(tmp_path)]
+    flags = ["--prompts_per_step", 2, "--group_size", 2, "--output_dir", out, *on_few_problems(tmp_path)]
     run_script("grpo.py", "--steps", 1, *flags)
     before = (out / "metrics.jsonl").read_text()
     again = run_script("grpo.py", "--steps", 1, *flags, code=2)
@@ -468,7 +469,7 @@ def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
 
 def test_a_command_that_torchrun_repeats_resumes(tmp_path, monkeypatch):
     """Whatever it says of an earlier run, which --overwrite would delete here."""
-    command = ["dr_grpo.py", "--prompts_per_step", 2, "--eval_data", few_problems(tmp_path), "--output_dir",
+    command = ["dr_grpo.py", "--prompts_per_step", 2, *on_few_problems(tmp_path), "--output_dir",
                tmp_path / "run", "--overwrite", "--steps"]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # there is no checkpoint yet
     assert "more than rounding" not in run_script(*command, 1)  # of `sampler_gap`
@@ -490,7 +491,7 @@ def f(prompt, completion, row):
     return 1
 """)
     out, errors = tmp_path / "run", tmp_path / "stderr"
-    flags = ["--steps", 1, "--prompts_per_step", 1, "--group_size", 2, "--eval_data", few_problems(tmp_path),
+    flags = ["--steps", 1, "--prompts_per_step", 1, "--group_size", 2, *on_few_problems(tmp_path),
              "--reward", f"{path}:f", "--output_dir", out]
     process = fork_script(errors, "grpo.py", *flags)
     wait_for((tmp_path / "waiting").exists, process, errors.read_text)
@@ -503,7 +504,7 @@ def f(prompt, completion, row):
 
 def test_a_run_that_has_ended_meanwhile_is_noticed(tmp_path, monkeypatch):
     """Of two runs started at once, the second may get the directory only when the first has ended."""
-    flags = ["--steps", 1, "--prompts_per_step", 1, "--group_size", 2, "--eval_data", few_problems(tmp_path),
+    flags = ["--steps", 1, "--prompts_per_step", 1, "--group_size", 2, *on_few_problems(tmp_path),
              "--output_dir", tmp_path / "run"]
     run_script("grpo.py", *flags)
     check, calls = common.Run.check_directory, []
@@ -512,7 +513,7 @@ def test_a_run_that_has_ended_meanwhile_is_noticed(tmp_path, monkeypatch):
 
 
 def test_a_signal_while_the_first_checkpoint_is_written_does_not_break_it(tmp_path, monkeypatch):
-    flags = ["--steps", 1, "--prompts_per_step", 1, "--group_size", 2, "--eval_data", few_problems(tmp_path),
+    flags = ["--steps", 1, "--prompts_per_step", 1, "--group_size", 2, *on_few_problems(tmp_path),
              "--output_dir", tmp_path / "run"]
     save, saved = common.dcp.save, []
     monkeypatch.setattr(common.dcp, "save", lambda *args, **kwargs: (
@@ -523,7 +524,7 @@ def test_a_signal_while_the_first_checkpoint_is_written_does_not_break_it(tmp_pa
 
 
 def test_overwrite_removes_a_link_and_not_what_it_points_to(tmp_path):
-    flags = ["--steps", 1, "--prompts_per_step", 1, "--group_size", 2, "--eval_data", few_problems(tmp_path),
+    flags = ["--steps", 1, "--prompts_per_step", 1, "--group_size", 2, *on_few_problems(tmp_path),
              "--output_dir", tmp_path / "run"]
     run_script("grpo.py", *flags)
     for name in ("model", "checkpoint"):  # moved to another disk
@@ -539,7 +540,7 @@ def test_overwrite_removes_a_link_and_not_what_it_points_to(tmp_path):
 def test_a_run_made_longer_has_the_rates_of_its_new_length(schedule, rates, tmp_path):
     """Linear over two steps: 4e-4, 2e-4. Over four: 4e-4, 3e-4, 2e-4, 1e-4, of which the last two are done here."""
     flags = ["--prompts_per_step", 2, "--group_size", 2, "--max_new_tokens", 4, "--lr", 4e-4, "--lr_schedule", schedule,
-             "--output_dir", tmp_path, "--eval_data", few_problems(tmp_path)]
+             "--output_dir", tmp_path, *on_few_problems(tmp_path)]
     for more in ["--steps", 2], ["--steps", 4, "--resume"]:
         run_script("grpo.py", *flags, *more)
     assert [metrics["lr"] for metrics in read_metrics(tmp_path)[1:]] == pytest.approx([rate * 1e-4 for rate in rates])
@@ -788,8 +789,8 @@ def test_tensors_of_the_gpu_meet_none_of_the_cpu(script, small, whole_run, tmp_p
     """`TensorsOnGpu` refuses what CUDA would. Otherwise the numbers are a CPU's. (Hot, rows end at different times.)"""
     expected = read_metrics(whole_run(script))
     graph_steps = request.getfixturevalue("tensors_on_gpu")
-    run_script(*small(script), "--output_dir", tmp_path / "run")
-    for metrics, on_cpu in zip(read_metrics(tmp_path / "run"), expected, strict=True):
+    run_script(*small(script), "--steps", 2, "--output_dir", tmp_path / "run")
+    for metrics, on_cpu in zip(read_metrics(tmp_path / "run"), expected[:3], strict=True):
         assert_close(metrics, on_cpu, rel=1e-3, abs=1e-5)
     assert bool(graph_steps) == (script not in ("dpo", "reward_model"))  # these sample nothing
 

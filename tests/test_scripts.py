@@ -11,8 +11,8 @@ import dapo
 import dr_grpo
 import grpo
 import ppo
-from helpers import (assert_metrics, few_pairs, few_problems, is_right, load_tiny_model, plain_entropies,
-                     plain_finished, read_metrics, record_run, run_script)
+from helpers import (assert_metrics, few_pairs, few_problems, is_right, load_tiny_model, on_few_problems,
+                     plain_entropies, plain_finished, read_metrics, record_run, run_script)
 
 GROUP_SCRIPTS = ["grpo", "dapo", "dr_grpo"]
 SCRIPTS = [*GROUP_SCRIPTS, "ppo", "dpo", "reward_model"]
@@ -27,7 +27,7 @@ def small(script, folder, size: int) -> list:
     if script in ("dpo", "reward_model"):
         pairs = few_pairs(folder)
         return ["--steps", 1, "--pairs_per_step", size, "--data", pairs, "--eval_data", pairs]
-    return ["--steps", 1, "--prompts_per_step", size, "--eval_data", few_problems(folder),
+    return ["--steps", 1, "--prompts_per_step", size, *on_few_problems(folder),
             *["--max_generation_batches", 1] * (script == "dapo")]
 
 
