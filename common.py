@@ -463,6 +463,9 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
                 say(f"--model {name}: holds weights that its config.json has no place for, such as {min(unused)}")
             return model
     model = on_main_rank(read_weights)
+    if cls is AutoModelForCausalLM and text_config.tie_word_embeddings and not from_main_rank(model and is_tied(model)):
+        for part in (config, text_config, *([model.config, model.config.get_text_config()] if model else [])):
+            part.tie_word_embeddings = False
     if rank() > 0:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):  # DiffLlama draws some numbers all the same
             model = cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -474,6 +477,13 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
         for parameter in set(model.base_model.parameters()) - set(model.get_decoder().parameters()):
             parameter.requires_grad_(False)
     return shard(model, device)
+
+
+def is_tied(model) -> bool:
+    """Is the head's weight the embedding's? Where a checkpoint has two that differ, transformers ties them no more,
+    whatever config.json says; other programs, and a model on the meta device, would."""
+    head = model.get_output_embeddings()
+    return head is None or head.weight is model.get_input_embeddings().weight
 
 
 def ensure_classifier(config_class) -> None:
@@ -1001,16 +1011,21 @@ def pad_unlike_eos(tokenizer) -> int:
     return tokenizer.pad_token_id
 
 
-def encode_answers(tokenizer, given: list[tuple[tuple[str, bool], list[int], str, bool]], lead: str) -> list[list[int]]:
+def encode_answers(tokenizer, given: list[tuple[tuple[str, bool], list[int], str, bool]], surplus: str,
+                   lead: str) -> list[list[int]]:
     """Token ids of answers as they follow their prompts. given: each prompt as rendered, its token ids, the answer, and
     whether the prompt has begun it.
 
-    lead: what a template puts before an answer (`answer_form`). An answer with a thought of its own gets no empty one.
+    surplus, lead: what a template puts before an answer (`answer_form`). An answer with a thought of its own gets no
+    empty one; one that ends a thought without its beginning, as samples do whose prompt had begun it, gets that too.
     Each is read together with its prompt, since SentencePiece tokenizers put a space before a text that is read alone.
     Only where the two merge at the seam, so that the prompt gets other tokens, is the answer read alone.
     """
+    opening = surplus if surplus.rstrip().endswith("<think>") else "<think>\n" if "<think>" in lead else ""
     answers = []
     for (_, templated), _, answer, begun in given:
+        if "</think>" in answer.partition("<think>")[0] and templated and not begun:
+            answer = opening + answer
         has_thought = answer.lstrip().startswith("<think>")  # then only what comes before a thought (GLM-4.5's newline)
         front = re.split("</?think>", lead)[0] if has_thought else lead
         answers.append(front + answer.lstrip() if templated and not begun else answer)
@@ -1231,7 +1246,7 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str,
     endings = rf"(({endings})\s*)+$"  # some data has them already
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="", surplus=surplus)
     given = [(p.rendered, p.prompt_ids, re.sub(endings, "", answer), p.begun) for p in kept for answer in p.answers]
-    encoded, cut = iter(encode_answers(tokenizer, given, lead)), 0
+    encoded, cut = iter(encode_answers(tokenizer, given, surplus, lead)), 0
     for preference in kept:
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
         best = {}  # answers that begin alike may be equal once they are cut: as in `read_preference`, the best counts
@@ -2127,7 +2142,7 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     G, completions = len(rollout.completions) // len(problems), iter(rollout.completions)
     given = [(text, ids, problem.opening + next(completions), is_begun(prompt)) for problem, prompt, text, ids
              in zip(problems, prompts, rendered, encode(tokenizer, rendered)) for _ in range(G)]  # [N]
-    answers = [answer + [end] for answer in encode_answers(tokenizer, given, lead)]
+    answers = [answer + [end] for answer in encode_answers(tokenizer, given, surplus, lead)]
     return collate([ids for _, ids, *_ in given], answers, tokenizer.pad_token_id, rollout.mask.device)
 
 

@@ -364,6 +364,18 @@ def test_a_tied_weight_is_saved_once(tmp_path):
     assert torch.equal(common.load_model(str(tmp_path / "saved"), cpu).lm_head.weight, policy.lm_head.weight)
 
 
+def test_a_head_with_weights_of_its_own_is_saved_as_one(tmp_path):
+    """Although its config.json ties it to the embedding, as vLLM then would."""
+    model, tokenizer = random_model("Qwen2", tie_word_embeddings=False)
+    save(tmp_path / "base", model, tokenizer)
+    config = tmp_path / "base" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    policy = common.load_model(str(tmp_path / "base"), cpu)
+    common.save_model(policy, tokenizer, tmp_path / "saved")
+    assert torch.equal(policy.lm_head.weight, model.lm_head.weight)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
 def test_a_model_that_load_model_has_not_loaded_is_saved_as_it_is(tmp_path):
     model, tokenizer = random_model("Qwen2")
     common.save_model(model.bfloat16(), tokenizer, tmp_path)
@@ -939,6 +951,19 @@ def test_an_answer_is_written_as_the_template_writes_it(asks, known, prompt, ans
     common.encode_preferences([preference], tokenizer, encode_config(), "--data")
     assert tokenizer.decode(preference.prompt_ids) == prompt
     assert [tokenizer.decode(ids) for ids in preference.answer_ids] == answers
+
+
+@pytest.mark.parametrize("asks, known, answer", [
+    ("(<think> ", "(", "<think> 4</think>6<turn>"),  # R1: sampled from its prompt, an answer begins in the thought
+    ("(", "(<think></think>", "<think><unk>4</think>6<turn>"),  # Qwen3 (<unk>: the newline)
+    ("(", "(", "4</think>6<turn>")])  # a template that knows no thoughts
+def test_a_thought_that_the_answer_only_ends_gets_its_beginning(asks, known, answer):
+    tokenizer = chat_tokenizer("")
+    tokenizer.chat_template = ("{{ messages[0]['content'] }}{% if add_generation_prompt %}" + asks + "{% else %}" +
+                               known + "{{ messages[-1]['content'] }}<turn>{% endif %}")
+    preference = common.Preference("1", [], ["4</think>6", "5"], [], [2.0, 1.0])
+    common.encode_preferences([preference], tokenizer, encode_config(), "--data")
+    assert tokenizer.decode(preference.answer_ids[0]) == answer
 
 
 def test_a_prompt_that_begins_with_any_special_token_is_rendered_already():

@@ -805,7 +805,10 @@ def run_in_two_processes(folder, scripts):
     write(folder / "tiny" / "generation_config.json", '{"eos_token_id": [1, 2]}')  # chat models have two EOS tokens
     # In a process of its own: this function runs beside tests, whose random numbers a seed set here would change.
     code = f"""import sys; sys.path[:0] = {[str(ROOT), str(ROOT / "tests")]!r}; from helpers import random_model
-random_model("DiffLlama")[0].save_pretrained({str(folder / "random_constants")!r})"""
+model = random_model("DiffLlama", tie_word_embeddings=False)[0]
+model.save_pretrained({str(folder / "odd")!r})
+model.config.tie_word_embeddings = True
+model.config.save_pretrained({str(folder / "odd")!r})"""
     subprocess.run([sys.executable, "-c", code], check=True)
     job = write(folder / "job.py", f"""
 import contextlib, dataclasses, importlib, os, signal, sys
@@ -836,8 +839,10 @@ assert common.eos_ids(model, tokenizer) == [tokenizer.eos_token_id, 2], model.ge
 rollout = common.sample(model, tokenizer, ["12+34=?"], 1, 8, greedy=True)  # fewer rows than ranks
 assert rollout.completions[0].startswith("<think>2+4=6"), rollout.completions
 
-# DiffLlama draws its constants from the CPU's random numbers, also where it is built without its weights.
-common.load_model({str(folder / "random_constants")!r}, common.setup_device())
+# DiffLlama draws its constants from the CPU's random numbers, also where it is built without its weights. This one's
+# config.json ties the head to the embedding, but the weights do not.
+odd = common.load_model({str(folder / "odd")!r}, common.setup_device())
+assert odd.lm_head.weight is not odd.model.embed_tokens.weight
 first, second = common.gather_in_order([torch.get_rng_state()])
 assert torch.equal(first, second)
 
