@@ -1092,8 +1092,9 @@ def checksum(items: list, what: str) -> int:
 class Shuffled:
     """Endless passes over `items`, each in its own seeded order. `position` is all that --resume needs.
 
-    For another order, override `order`: a permutation for each epoch. Collective. Raises UserError if the ranks' items
-    differ.
+    `items` must not change. For another order, override `order`: a permutation for each epoch. To change the data in
+    the middle of a run, draw from two of these, and keep the second's position in `run.extra`. Collective. Raises
+    UserError if the ranks' items differ.
     """
 
     def __init__(self, items: list, seed: int):
@@ -2241,7 +2242,11 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def make_optimizer(model, cfg, betas=(0.9, 0.999)):
-    """(AdamW, learning-rate schedule) for a model. Also applies --freeze_layers and --gradient_checkpointing to it."""
+    """(AdamW, learning-rate schedule) for a model. Also applies --freeze_layers and --gradient_checkpointing to it.
+
+    Another optimizer may take AdamW's place. Checkpoints keep the state that it has for each parameter, not what it may
+    keep in `param_groups`. From a checkpoint that is older than the first update, AdamW alone can resume.
+    """
     layers = decoder_layers(model)
     layers[:int(cfg.freeze_layers * len(layers))].requires_grad_(False)
     if cfg.gradient_checkpointing:  # before transformers 5.23 it has only its second name
@@ -2488,7 +2493,10 @@ class Run:
         return step % self.cfg.eval_every == 0 or step == self.cfg.steps
 
     def log_samples(self, step: int, problems, rollout: Rollout, rewards, advantages) -> None:
-        """Write the first two completions of each of the first four prompts to samples.jsonl."""
+        """Write the first two completions of each of the first four prompts to samples.jsonl.
+
+        rewards: [P, G]. advantages: [N], one for each completion.
+        """
         if rank() == 0:
             G = rewards.shape[1]
             self.append("samples.jsonl", [
@@ -2578,10 +2586,9 @@ class Run:
             state[f"{name}_optimizer"] = moments = {}
             for key, parameter in model.named_parameters():
                 if parameter.requires_grad:
-                    moments[key] = optimizer.state[parameter]
-                    if not moments[key]:  # no gradient has reached it yet: what AdamW would begin with
-                        moments[key].update(step=torch.zeros((), device=parameter.device),
-                                            exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+                    moments[key] = optimizer.state[parameter] or dict(  # no gradient yet: what AdamW would begin with
+                        step=torch.zeros((), device=parameter.device),
+                        exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
         return state
 
     def save_checkpoint(self) -> None:

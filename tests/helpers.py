@@ -127,7 +127,7 @@ def few_problems(folder) -> Path:
 
 
 def on_few_problems(folder) -> list:
-    """Flags to train and evaluate on twenty problems: to read the 7,707 of a default run takes a quarter of a second, to
+    """Flags to train and evaluate on twenty problems. To read a default run's 7,707 takes a quarter of a second, to
     evaluate on its 200 half a second."""
     problems = few_problems(folder)
     return ["--data", problems, "--eval_data", problems]

@@ -687,13 +687,15 @@ def test_another_optimizer_and_a_reference_that_is_renewed_are_resumed_too(optim
         return run, step, reference
 
     run, step, reference = begin(resume=False)
-    step(1.0)
     run.next_step = 1
+    run.save_checkpoint()  # before the first update, which this must not change
+    step(1.0)
+    run.next_step = 2
     run.save_checkpoint()
     renewed, whole = reference.weight.clone(), step(-2.0)
     run, step, reference = begin(resume=True)
     assert torch.equal(reference.weight, renewed) and all(map(torch.equal, step(-2.0), whole))
-    run.extra["late"], run.next_step = 1.0, 2  # not there when a run is resumed: it would be lost without a word
+    run.extra["late"], run.next_step = 1.0, 3  # not there when a run is resumed: it would be lost without a word
     run.save_checkpoint()
     with pytest.raises(common.UserError, match="is of another run: run.extra"):
         begin(resume=True)
