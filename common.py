@@ -754,7 +754,8 @@ class Problem:
     prompt_ids: list[int]    # what the model reads
     answer: str | None       # the gold answer, for the verifier
     row: dict                # the whole row, for a reward function
-    opening: str = ""        # "<think>" and what follows, if the prompt ends with it: part of what the policy answers
+    begun: str = ""          # the answer's beginning, if the messages end with one
+    opening: str = ""        # <think>, if the prompt ends with it, or <think> and what follows in `begun`
 
 
 def is_built_in(data: str) -> bool:
@@ -961,7 +962,7 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
                 words = m["content"].split() if m["content"] == default else [longest]
                 if not all(word in text for word in words) and m["role"] != "assistant":  # these are often shortened
                     raise ValueError(f"it leaves out the message of role {m['role']}")
-            return text.removesuffix(surplus), True
+            return text if begun else text.removesuffix(surplus), True
         except Exception as error:  # templates are programs
             problem = error
     raise UserError(f"{tokenizer.name_or_path}: the chat template refuses a prompt: {problem} "
@@ -992,6 +993,12 @@ def answer_form(tokenizer) -> tuple[str, str, int]:
     return prompt[len(shared):], before[len(shared):], ids[0] if token and token.special else tokenizer.eos_token_id
 
 
+def thought_opening(surplus: str) -> str:
+    """How a thought begins, in the text that a template ends a prompt with (`answer_form`) or, if that has none, most
+    often."""
+    return surplus if surplus.rstrip().endswith("<think>") else "<think>\n"
+
+
 def turn_end(tokenizer) -> int:
     """The token that ends an answer: the special token that the chat template puts after one, or else EOS."""
     return answer_form(tokenizer)[2]
@@ -1017,15 +1024,14 @@ def encode_answers(tokenizer, given: list[tuple[tuple[str, bool], list[int], str
     whether the prompt has begun it.
 
     surplus, lead: what a template puts before an answer (`answer_form`). An answer with a thought of its own gets no
-    empty one; one that ends a thought without its beginning, as samples do whose prompt had begun it, gets that too.
+    empty one. One that only ends a thought, since it was sampled from a prompt that had begun it, gets the beginning.
     Each is read together with its prompt, since SentencePiece tokenizers put a space before a text that is read alone.
     Only where the two merge at the seam, so that the prompt gets other tokens, is the answer read alone.
     """
-    opening = surplus if surplus.rstrip().endswith("<think>") else "<think>\n" if "<think>" in lead else ""
     answers = []
     for (_, templated), _, answer, begun in given:
-        if "</think>" in answer.partition("<think>")[0] and templated and not begun:
-            answer = opening + answer
+        if only_ends_thought(answer) and templated and not begun:
+            answer = thought_opening(surplus) + answer
         has_thought = answer.lstrip().startswith("<think>")  # then only what comes before a thought (GLM-4.5's newline)
         front = re.split("</?think>", lead)[0] if has_thought else lead
         answers.append(front + answer.lstrip() if templated and not begun else answer)
@@ -1033,6 +1039,11 @@ def encode_answers(tokenizer, given: list[tuple[tuple[str, bool], list[int], str
     return [ids[len(prompt):] if ids[:len(prompt)] == prompt
             else tokenizer(answer, add_special_tokens=False)["input_ids"]
             for ids, (_, prompt, *_), answer in zip(whole, given, answers)]
+
+
+def only_ends_thought(answer: str) -> bool:
+    """Whether an answer ends a thought that it has not begun, as samples do whose prompt had."""
+    return "</think>" in answer.partition("<think>")[0]
 
 
 def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT,
@@ -1050,6 +1061,9 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
         problem.prompt_ids = ids
         if isinstance(problem, Preference):
             problem.rendered, problem.begun = (text, templated), is_begun(problem.prompt)
+        elif is_begun(problem.prompt):
+            problem.begun = problem.prompt[-1]["content"]
+            problem.opening = "".join(problem.begun.partition("<think>")[1:])
         elif text.rstrip().endswith("<think>"):  # as reasoning models' templates do
             problem.opening = text[text.rindex("<think>"):]
         if isinstance(problem.prompt, list):
@@ -1200,7 +1214,7 @@ def prompt_and_answers(row: dict) -> tuple:
             system = [turn for turn in (known or system_turn(row))[:1]
                       if turn["role"] == "system" and turns[0][0][0] != "system"]
             prompt = system + answers[0][:-1]
-    answers = [answer if isinstance(answer, str) else answer[-1]["content"] for answer in answers]
+    answers = [answer if isinstance(answer, str) else with_thought(answer[-1]) for answer in answers]
     if prompt is None:  # whole dialogues as text: "Human: hi Assistant: hello" and "Human: hi Assistant: go away"
         shared = re.match(".*[Aa]ssistant:", os.path.commonprefix(answers), re.S)
         if not shared:
@@ -1208,6 +1222,13 @@ def prompt_and_answers(row: dict) -> tuple:
                              f"to 'Assistant:'; it has {columns(row)}")
         prompt, answers = shared[0], [answer[shared.end():] for answer in answers]
     return prompt, answers, scores
+
+
+def with_thought(message: dict) -> str:
+    """The text of an answer, and before it the thought that vLLM and others keep under a key of its own."""
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    begun = f"<think>\n{thought.strip()}\n</think>\n\n" if isinstance(thought, str) and thought.strip() else ""
+    return begun + message["content"]
 
 
 def read_preference(row: dict) -> Preference | None:
@@ -1246,6 +1267,9 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str,
     endings = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens([end, tokenizer.eos_token_id])))
     endings = rf"(({endings})\s*)+$"  # some data has them already
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="", surplus=surplus)
+    for p in kept:  # if the prompt had begun the thought of one, then also of those that were cut within it
+        if any(map(only_ends_thought, p.answers)) and p.rendered[1] and not p.begun:
+            p.answers = [text if "think>" in text else thought_opening(surplus) + text for text in p.answers]
     given = [(p.rendered, p.prompt_ids, re.sub(endings, "", answer), p.begun) for p in kept for answer in p.answers]
     encoded, cut = iter(encode_answers(tokenizer, given, surplus, lead)), 0
     for preference in kept:
@@ -2055,7 +2079,7 @@ def load_reward(cfg, wrong: float = 0.0):
         elif model_scores and problem.answer is None:
             verdict = model_score
         else:
-            answer = extract_answer(completion, closed_only=True)
+            answer = extract_answer(problem.begun + completion, closed_only=True)
             right = is_equivalent(answer, problem.answer) and is_worked_out(answer, problem.answer, problem.prompt)
             verdict = 1.0 if right else wrong
         reward = model_score if model_scores else verdict
@@ -2138,11 +2162,12 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     prompts = [prompt if isinstance(prompt, list) else problem.prompt  # which has messages as the policy reads them
                for prompt, problem in zip(of_rows, problems)]
     rendered = [render_prompt(prompt, tokenizer, system_prompt, surplus=surplus) for prompt in prompts]
-    rendered = [(text.removesuffix(problem.opening), templated)  # where the messages end with it
-                for (text, templated), problem in zip(rendered, problems)]
+    # If the policy's template has begun the thought, this one's does too, unless the text above holds it already.
+    openings = [thought_opening(surplus) if problem.opening and templated and not problem.begun else ""
+                for (_, templated), problem in zip(rendered, problems)]
     G, completions = len(rollout.completions) // len(problems), iter(rollout.completions)
-    given = [(text, ids, problem.opening + next(completions), is_begun(prompt)) for problem, prompt, text, ids
-             in zip(problems, prompts, rendered, encode(tokenizer, rendered)) for _ in range(G)]  # [N]
+    given = [(text, ids, opening + next(completions), is_begun(prompt)) for prompt, text, ids, opening
+             in zip(prompts, rendered, encode(tokenizer, rendered), openings) for _ in range(G)]  # [N]
     answers = [answer + [end] for answer in encode_answers(tokenizer, given, surplus, lead)]
     return collate([ids for _, ids, *_ in given], answers, tokenizer.pad_token_id, rollout.mask.device)
 
@@ -2854,7 +2879,12 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     3. "The answer is 18." This is also looked for within 1 and 2 (`Answer: The final answer is 18. I hope so.`) and, if
        it gives a number, after a line such as `A: There are 15 trees.`, which may only begin the reasoning.
     4. A sentence with a number in it below `# Answer`.
+
+    What is said after a </think> counts, if it gives an answer, and not the guesses before.
     """
+    _, ended, said = str(text)[-LONGEST_COMPLETION:].rpartition("</think>")
+    if ended and (answer := extract_answer(said, closed_only)):
+        return answer
     text, answer, after = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None, ""
     text = _MATRIX.sub(lambda matrix: matrix[0].replace("\n", " "), text)
     for _ in range(3):  # marks within marks

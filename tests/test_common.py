@@ -1565,7 +1565,7 @@ def test_a_reward_model_reads_the_prompt_in_its_own_template():
     assert tokenizer.decode(batch.input_ids[0]) == "0=4=2<eos>"  # a problem of the user's own making
     problem.opening = "<think>"  # in the policy's prompt; the reward model's has none
     batch = common.retokenize([problem] * 2, rollout, tokenizer, "0")
-    assert tokenizer.decode(batch.input_ids[0]) == "0=1=<think>2<eos>"
+    assert tokenizer.decode(batch.input_ids[0]) == "0=1=<think><unk>2<eos>"  # <unk>: a newline
     problem.opening = ""
     tokenizer.chat_template += "{% if add_generation_prompt %}<think>{% endif %}"  # as R1's, which a given answer lacks
     batch = common.retokenize([problem] * 2, rollout, tokenizer, "0")

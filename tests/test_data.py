@@ -715,6 +715,34 @@ def test_a_last_message_of_the_assistant_is_continued(begun):
     assert common.render_prompt(turns, tokenizer, "none") == (f"User: 1+1=?\n\nAssistant: {begun}", False)
 
 
+@pytest.mark.parametrize("begun, completion, reward", [
+    ("The answer is", " 4.", 1), ("So <answer>", "4</answer>", 1), ("#### ", "5", 0),
+    ("So: <think>2", "+2</think><answer>4</answer>", 1.1)])
+def test_what_a_prompt_has_begun_is_part_of_the_answer(begun, completion, reward):
+    turns = [{"role": "user", "content": "2+2=?"}, {"role": "assistant", "content": begun}]
+    problem, = common.encode_prompts([common.Problem(turns, [], "4", {})], common.tiny_tokenizer(),
+                                     encode_config(model="other"), "--data")
+    rollout = common.Rollout(None, None, torch.ones(1, 1), [completion], torch.tensor([True]))
+    rewards, correct = common.load_reward(SimpleNamespace(reward="verifier", format_reward=0.1))([problem], rollout)
+    assert rewards.item() == pytest.approx(reward) and correct.item() == (reward > 0)
+
+
+def test_a_thought_that_a_message_has_begun_stays_one():
+    """Where a template ends prompts with <think>, and trims messages, as R1's and Llama 3.1's do."""
+    tokenizer = chat_tokenizer("")
+    tokenizer.chat_template = ("{% for m in messages %}{{ m['content'] | trim }}{% endfor %}"
+                               "{% if add_generation_prompt %}<think>{% else %}<turn>{% endif %}")
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "<think> "}]
+    preference = common.Preference(turns, [], ["4</think>6", "5"], [], [2.0, 1.0])
+    common.encode_preferences([preference], tokenizer, encode_config(model="other"), "--data")
+    problem, = common.encode_prompts([common.Problem(turns, [], "6", {"prompt": turns})], tokenizer,
+                                     encode_config(model="other"), "--data")
+    rollout = common.Rollout(None, None, torch.ones(1, 1), ["4</think>6"], torch.tensor([True]))
+    trained, judged = preference.prompt_ids + preference.answer_ids[0], common.retokenize(
+        [problem], rollout, tokenizer, "none").input_ids[0].tolist()
+    assert tokenizer.decode(trained) == tokenizer.decode(judged) == "1<think>4</think>6<turn>"
+
+
 def test_a_key_without_a_value_is_no_key():
     """`datasets` writes null under the keys that only other rows have."""
     tokenizer = common.tiny_tokenizer()
@@ -829,6 +857,13 @@ def test_the_last_turn_is_the_answer():
     read = common.read_preference({"prompt": [turn], "chosen": [turn, {"role": "assistant", "content": "a"}],
                                    "rejected": [turn, {"role": "assistant", "content": "b"}]})
     assert read.answers == ["a", "b"]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
+def test_a_thought_under_a_key_of_its_own_is_part_of_the_answer(key):
+    read = common.read_preference({"prompt": "1", "chosen": [{"role": "assistant", "content": "a", key: "hm"}],
+                                   "rejected": [{"role": "assistant", "content": "a", key: None}]})
+    assert read.answers == ["<think>\nhm\n</think>\n\na", "a"]
 
 
 def test_a_prompt_beside_conversations_of_several_turns():
@@ -956,14 +991,15 @@ def test_an_answer_is_written_as_the_template_writes_it(asks, known, prompt, ans
 @pytest.mark.parametrize("asks, known, answer", [
     ("(<think> ", "(", "<think> 4</think>6<turn>"),  # R1: sampled from its prompt, an answer begins in the thought
     ("(", "(<think></think>", "<think><unk>4</think>6<turn>"),  # Qwen3 (<unk>: the newline)
-    ("(", "(", "4</think>6<turn>")])  # a template that knows no thoughts
+    ("(", "(", "<think><unk>4</think>6<turn>")])  # a template that knows no thoughts
 def test_a_thought_that_the_answer_only_ends_gets_its_beginning(asks, known, answer):
     tokenizer = chat_tokenizer("")
     tokenizer.chat_template = ("{{ messages[0]['content'] }}{% if add_generation_prompt %}" + asks + "{% else %}" +
                                known + "{{ messages[-1]['content'] }}<turn>{% endif %}")
     preference = common.Preference("1", [], ["4</think>6", "5"], [], [2.0, 1.0])
     common.encode_preferences([preference], tokenizer, encode_config(), "--data")
-    assert tokenizer.decode(preference.answer_ids[0]) == answer
+    cut = answer.replace("4</think>6", "5")  # also the one that was cut within the thought
+    assert [tokenizer.decode(ids) for ids in preference.answer_ids] == [answer, cut]
 
 
 def test_a_prompt_that_begins_with_any_special_token_is_rendered_already():

@@ -10,6 +10,7 @@ from common import extract_answer, format_reward, is_equivalent, is_worked_out
 @pytest.mark.parametrize("text, answer", [
     ("<think>2+4=6</think><answer>46</answer>", "46"), ("<answer>1</answer> no: <answer> 2 </answer>", "2"),
     ("<answer>5</answer><answer>6", "5"),  # the last one is not closed
+    ("\\boxed{5}? no.</think>The answer is 6.", "6"), ("<think>\\boxed{5}</think> So it is.", "5"),
     ("<think>2+4=6</think><answer> 46\n", "46"), ("<answer>", None), ("\\boxed{5} <answer>", "5"),  # none is closed
     ("so $\\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}"), ("\\boxed{1} and \\boxed{2", "1"),
     ("\\boxed{\\{1,2\\}}", "\\{1,2\\}"), ("<answer>\\boxed{3}</answer>", "3"), ("\\boxed{4} <answer>5</answer>", "5"),
