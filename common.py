@@ -1018,20 +1018,16 @@ def pad_unlike_eos(tokenizer) -> int:
     return tokenizer.pad_token_id
 
 
-def encode_answers(tokenizer, given: list[tuple[tuple[str, bool], list[int], str, bool]], surplus: str,
-                   lead: str) -> list[list[int]]:
+def encode_answers(tokenizer, given: list[tuple[tuple[str, bool], list[int], str, bool]], lead: str) -> list[list[int]]:
     """Token ids of answers as they follow their prompts. given: each prompt as rendered, its token ids, the answer, and
     whether the prompt has begun it.
 
-    surplus, lead: what a template puts before an answer (`answer_form`). An answer with a thought of its own gets no
-    empty one. One that only ends a thought, since it was sampled from a prompt that had begun it, gets the beginning.
+    lead: what a template puts before an answer (`answer_form`). An answer with a thought of its own gets no empty one.
     Each is read together with its prompt, since SentencePiece tokenizers put a space before a text that is read alone.
     Only where the two merge at the seam, so that the prompt gets other tokens, is the answer read alone.
     """
     answers = []
     for (_, templated), _, answer, begun in given:
-        if only_ends_thought(answer) and templated and not begun:
-            answer = thought_opening(surplus) + answer
         has_thought = answer.lstrip().startswith("<think>")  # then only what comes before a thought (GLM-4.5's newline)
         front = re.split("</?think>", lead)[0] if has_thought else lead
         answers.append(front + answer.lstrip() if templated and not begun else answer)
@@ -1039,11 +1035,6 @@ def encode_answers(tokenizer, given: list[tuple[tuple[str, bool], list[int], str
     return [ids[len(prompt):] if ids[:len(prompt)] == prompt
             else tokenizer(answer, add_special_tokens=False)["input_ids"]
             for ids, (_, prompt, *_), answer in zip(whole, given, answers)]
-
-
-def only_ends_thought(answer: str) -> bool:
-    """Whether an answer ends a thought that it has not begun, as samples do whose prompt had."""
-    return "</think>" in answer.partition("<think>")[0]
 
 
 def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT,
@@ -1267,11 +1258,13 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str,
     endings = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens([end, tokenizer.eos_token_id])))
     endings = rf"(({endings})\s*)+$"  # some data has them already
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="", surplus=surplus)
-    for p in kept:  # if the prompt had begun the thought of one, then also of those that were cut within it
-        if any(map(only_ends_thought, p.answers)) and p.rendered[1] and not p.begun:
-            p.answers = [text if "think>" in text else thought_opening(surplus) + text for text in p.answers]
+    for p in kept:
+        # Samples whose prompt had begun a thought only end it, or do not even that if they were cut: begin it for them.
+        if any("</think>" in answer.partition("<think>")[0] for answer in p.answers) and p.rendered[1] and not p.begun:
+            p.answers = [answer if "<think>" in answer.partition("</think>")[0] else thought_opening(surplus) + answer
+                         for answer in p.answers]
     given = [(p.rendered, p.prompt_ids, re.sub(endings, "", answer), p.begun) for p in kept for answer in p.answers]
-    encoded, cut = iter(encode_answers(tokenizer, given, surplus, lead)), 0
+    encoded, cut = iter(encode_answers(tokenizer, given, lead)), 0
     for preference in kept:
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
         best = {}  # answers that begin alike may be equal once they are cut: as in `read_preference`, the best counts
@@ -2168,7 +2161,7 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     G, completions = len(rollout.completions) // len(problems), iter(rollout.completions)
     given = [(text, ids, opening + next(completions), is_begun(prompt)) for prompt, text, ids, opening
              in zip(prompts, rendered, encode(tokenizer, rendered), openings) for _ in range(G)]  # [N]
-    answers = [answer + [end] for answer in encode_answers(tokenizer, given, surplus, lead)]
+    answers = [answer + [end] for answer in encode_answers(tokenizer, given, lead)]
     return collate([ids for _, ids, *_ in given], answers, tokenizer.pad_token_id, rollout.mask.device)
 
 
