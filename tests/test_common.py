@@ -1598,6 +1598,8 @@ def test_accuracy_avg_and_pass(monkeypatch):
     assert metrics == {"eval_accuracy": 0.5, "eval_avg@2": 0.25, "eval_pass@2": 0.5}
     assert [call[0] for call in calls] == [1, 2] and calls[0][3] and calls[1] == (2, 8, 0.6, False)
     assert common.evaluate(None, None, [], score, cfg) == {}
+    cfg.eval_samples = 1
+    assert common.evaluate(None, None, problems, score, cfg) == {"eval_accuracy": 0.5} and len(calls) == 3
 
 
 def test_a_step_without_signal_is_named(capsys):

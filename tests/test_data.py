@@ -896,6 +896,8 @@ def test_a_tie_is_no_preference():
 def test_a_score_for_each_answer():
     with pytest.raises(ValueError, match="as many numbers"):
         common.read_preference({"prompt": "p", "responses": ["a", "b"], "scores": [3, 2, 1]})
+    twice = common.read_preference({"prompt": "p", "responses": ["a", "b", "a"], "scores": [1, 2, 3]})
+    assert (twice.answers, twice.scores) == (["a", "b"], [3.0, 2.0])  # of equal answers the best counts
 
 
 def test_the_pairs_of_a_ranking_with_a_tie():

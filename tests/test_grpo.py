@@ -159,7 +159,7 @@ def test_every_update_is_that_of_the_plain_algorithm(divide, beta, longest, tmp_
         monkeypatch, "grpo.py", tmp_path / "run", "--steps", 2, "--prompts_per_step", 4, "--group_size", 4,
         "--minibatches", 3, "--updates_per_batch", 2, "--max_new_tokens", longest, "--temperature", 0.8,
         "--format_reward", 0.25, "--clip_eps", 0.05, "--kl_coef", beta, "--lr", 2e-4, "--warmup_steps", 2,
-        "--max_grad_norm", 0.5, "--micro_batch_tokens", 200, *["--no_divide_by_std"] * (not divide))
+        "--max_grad_norm", 0.5, "--micro_batch_tokens", 80, *["--no_divide_by_std"] * (not divide))
     policy, reference = load_tiny_model(), load_tiny_model()
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     rates = iter([0, 1e-4] + [2e-4] * 10)  # twelve updates, of which two are warm-up

@@ -378,10 +378,12 @@ def problems_and_rollout(policy_directory):
     return problems, common.sample(policy, tokenizer, [p.prompt_ids for p in problems], 4, 12)
 
 
-def test_a_reward_model_reads_the_sampled_tokens_at_their_end(tmp_path, policy_directory):
-    """The reward is its score of each row without padding, minus the config's shift. It is read at the EOS, with which
-    all answers end that the model has learned from; one that was cut, or ended with another token, gets it in place of
-    its last one."""
+@pytest.mark.parametrize("end", [common.tiny_tokenizer().eos_token_id, 9])
+def test_a_reward_model_reads_the_sampled_tokens_at_their_end(end, tmp_path, policy_directory, monkeypatch):
+    """The reward is its score of each row without padding, minus the config's shift. It is read at `turn_end`, with
+    which all answers end that the model has learned from; one that was cut, or ended with another token, gets it in
+    place of its last one."""
+    monkeypatch.setattr(common, "turn_end", lambda tokenizer: end)
     model = save_reward_model(tmp_path / "rm", shift=1.0)
     problems, rollout = problems_and_rollout(policy_directory)
     assert rollout.finished.any() and not rollout.finished.all()
@@ -392,7 +394,6 @@ def test_a_reward_model_reads_the_sampled_tokens_at_their_end(tmp_path, policy_d
         setattr(rollout, name, torch.nn.functional.pad(getattr(rollout, name), (0, 1)))
     rewards, correct = common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
     assert rewards.shape == correct.shape == (2, 4) and not correct.any()
-    end = common.tiny_tokenizer().eos_token_id
     for i in range(8):
         ids = rollout.input_ids[i][rollout.attention_mask[i].bool()]
         ids[-1] = end
@@ -680,10 +681,12 @@ def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, mi
         assert any(step.metrics[name] > 0 for step in steps)
 
 
-def test_completions_without_eos_get_their_score_and_the_kl_coefficient_survives_a_resume(tmp_path):
-    """Four steps in one run, and in two runs of two steps, log the same numbers."""
+def test_completions_without_eos_get_their_score_and_the_kl_coefficient_survives_a_resume(tmp_path, monkeypatch):
+    """Four steps in one run, and in two runs of two steps, log the same numbers. A right form lifts no score above the
+    limit."""
+    monkeypatch.setattr(common, "format_reward", lambda text: 1.0)
     flags = ["--prompts_per_step", 8, "--max_new_tokens", 8, "--missing_eos_score", "-2.5", "--kl_target", 0.01,
-             "--updates_per_batch", 1, "--save_every", 1, "--lr", 1e-3, "--warmup_steps", 3,
+             "--format_reward", 0.5, "--updates_per_batch", 1, "--save_every", 1, "--lr", 1e-3, "--warmup_steps", 3,
              *on_few_problems(tmp_path)]
     run_script("ppo.py", "--steps", 4, "--output_dir", tmp_path / "whole", *flags)
     expected = read_metrics(tmp_path / "whole")

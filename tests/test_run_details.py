@@ -197,6 +197,19 @@ def test_a_bad_update_of_the_critic_does_not_save_a_failing_policy():
     assert run.failing
 
 
+def test_the_last_checkpoint_is_there_until_the_next_one_is(tmp_path, monkeypatch):
+    run = begin(tmp_path, monkeypatch)[0]
+    run.next_step, rename = 1, common.os.rename
+    def killed(source, target):
+        if target.name == "step-000001":
+            raise KeyboardInterrupt
+        rename(source, target)
+    monkeypatch.setattr(common.os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run.save_checkpoint()
+    assert [path.name for path in run.checkpoints()] == ["step-000000"]
+
+
 def test_a_failed_save_leaves_the_last_checkpoint_alone(tmp_path, monkeypatch):
     run = begin(tmp_path, monkeypatch)[0]
     run.next_step = 1

@@ -156,6 +156,11 @@ def test_the_samplers_logprobs_are_compared_and_not_trained_on(script, tmp_path,
         rollout = sample(*args)
         rollout.logprobs += rollout.lengths[:, None] / 10
         return rollout
+
+    def token_rewards(scores, logprobs, ref_logprobs, *args, original=ppo.token_rewards):
+        torch.testing.assert_close(logprobs, ref_logprobs)  # PPO's KL: before the first update there is none
+        return original(scores, logprobs, ref_logprobs, *args)
+    monkeypatch.setattr(ppo, "token_rewards", token_rewards)
     monkeypatch.setattr(importlib.import_module(script), "sample", inexact)
     [step] = record_run(monkeypatch, f"{script}.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 8,
                         "--micro_batch_tokens", 200, "--temperature", 1.3,
@@ -254,6 +259,17 @@ def test_the_tokens_of_a_step_on_pairs_are_those_read_without_padding(script, tm
                "--output_dir", tmp_path / "run")
     step = read_metrics(tmp_path / "run")[1]
     assert step["tokens_per_second"] * step["seconds"] == pytest.approx(16)
+
+
+@pytest.mark.parametrize("script", ["dpo", "reward_model"])
+def test_a_cut_answer_gets_its_end_where_a_score_is_read(script, tmp_path, monkeypatch):
+    encode, read = common.encode_preferences, []
+    monkeypatch.setattr(common, "encode_preferences", lambda *a, **k: read.append(encode(*a, **k)) or read[-1])
+    run_script(f"{script}.py", *small(script, tmp_path, 2), "--max_completion_tokens", 20, "--output_dir",
+               tmp_path / "run")
+    end = common.tiny_tokenizer().eos_token_id
+    ended = [{ids[-1] == end for row in rows for ids in row.answer_ids} for rows in read]  # of --eval_data, --data
+    assert ended == [{True} if script == "reward_model" else {True, False}] * 2
 
 
 @pytest.mark.parametrize("script", [*GROUP_SCRIPTS, "dpo"])

@@ -9,7 +9,7 @@ from common import extract_answer, format_reward, is_equivalent, is_worked_out
 
 @pytest.mark.parametrize("text, answer", [
     ("<think>2+4=6</think><answer>46</answer>", "46"), ("<answer>1</answer> no: <answer> 2 </answer>", "2"),
-    ("<answer>5</answer><answer>6", "5"),  # the last one is not closed
+    ("<answer>5</answer><answer>6", "5"), ("<answer>5 no: <answer>6", "6"),  # the last one, or none, is closed
     ("\\boxed{5}? no.</think>The answer is 6.", "6"), ("<think>\\boxed{5}</think> So it is.", "5"),
     ("<think>2+4=6</think><answer> 46\n", "46"), ("<answer>", None), ("\\boxed{5} <answer>", "5"),  # none is closed
     ("so $\\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}"), ("\\boxed{1} and \\boxed{2", "1"),
@@ -51,6 +51,7 @@ from common import extract_answer, format_reward, is_equivalent, is_worked_out
     ("# Answer\n\nAll real numbers", "All real numbers"), ("**Final Answer**\n\nA and C", "A and C"),
     ("# Answer\n\nAdding both gives\n\\boxed{4}", "4"), ("# Answer\n\nA look back:\nThe answer is 4.", "4"),
     ("A: There are 15 trees.\nThen there were 21.\nThe answer is 6.", "6"),
+    ("A: There are 15 trees.\nThe answer is clear.", "There are 15 trees."),
     ("The answer is equal to 6.", "6"),
     ("Answer: 5 cm\n\nWith a radius of 3, the answer would be 27.", "5 cm"), ("$x=\\boxed{2}, y=\\boxed{3}$", "3"),
     ("Answer: 5\n\nThis answer is consistent with the 5 apples.", "5"), ("Answer: 5\nThe answer is clear.", "5"),
@@ -99,6 +100,7 @@ SAME = [
     ("18.", "18"), ("**18**", "18"), ("$\\frac{1}{2}$", "0.5"), ("x = 5", "5"), ("\\text{(A)}", "A"),
     ("\\text{Tuesday}", "tuesday"), ("(C)", "\\text{C}"), ("\\text{B and C}", "C, B"), ("\\text{June 20}", "June 20"),
     ("**18** apples", "18"), ("f(2) = 5", "5"), ("\\textbf{(D)}\\ 8", "8"), ("3+3+2 = 8", "8"), ("*18*", "18"),
+    ("#### 18", "\\boxed{18}"),
     ("x = \\frac{\\sqrt3}{3} \\approx 0.577", "\\frac{\\sqrt3}{3}"), ("f(2) \\approx 18", "18"), ("4210", "4210_5"),
     ("m\\angle A = 30^\\circ", "30"), ("\\mathrm{odd}", "Odd"), ("\\text{an ellipse}", "\\text{ellipse}"),
     ("choice C", "\\text{(C)}"), ("44 \\mod 83", "44 \\pmod{83}"), ("60˚", "60^\\circ"), ("\\huge{18}", "18"),
@@ -285,7 +287,7 @@ def test_the_same_answer_written_another_way(a, b):
     ("x(x+2) = 15", "15"), ("x^{-1} = 5", "5"), ("f(x)+2 = 5", "5"), ("f(-2) = 5", "-5"),
     ("5 cents", "5 cm"), ("1, 2, 3, ...", "1, 2, 3"), ("1, 2, 3, \\ldots", "1, 2, 3"), ("3A", "3"), ("2 y", "2"),
     ("1 + 2 s", "3"), ("x + 3 s", "x + 3"), ("3 C", "3 F"), ("5 s", "5 h"), ("5 K", "5"), ("0.5 m v^2", "0.5"),
-    ("2 m n", "2"),
+    ("2 m n", "2"), ("5 grams", "5 kilograms"),
     ("15 mm^2", "15 m^2"), ("3 kg-m", "3 kg-cm"), ("5 m", "5 m/s"), ("5 miles", "5 mph"), ("5 m^2", "5 m^{-2}"),
     ("9**9**9", "1"), ("__import__('os').system('true')", "0"), ("1/0", "1/0 + 1"), ("\\tan^{-1} x", "\\cot x"),
     ("\\{x \\in \\mathbb{Z} \\mid x > 0\\}", "(0,\\infty)"), ("(1010)_2", "1010_3"), ("1010 base 2", "1010 base 3"),
@@ -339,7 +341,7 @@ HOSTILE = [
     "#### A" + "a" * 10_000 + ":" * 9_980 + "\n", "**Answer:**" + " " * 19_990, "# Answer:" + "\t" * 19_990,
     "# Answer\n" + " \n" * 9_990, "**" * 9_990,
     "Answer" + "*" * 19_000, "\\vec{" * 80, "=" * 200 + "≈" * 200, "1" * 200 + "≈" * 200, "\\pi" * 100 + "≈" * 99,
-    "²", "\\sqrt[0.0000000001]{9}", "\u2028" + "\\box{" * 3300 + "}" * 3300,
+    "1000000!", "²", "\\sqrt[0.0000000001]{9}", "\u2028" + "\\box{" * 3300 + "}" * 3300,
     "1." + "9" * 150 + "\\overline{" + "9" * 150 + "}", "\\ " * 190, "0^{-1}", "\\log_1 5", "i^i^i", "[]", "[[]]",
     "|x|" * 130, "\\lfloor" * 50, "x_" * 199 + "x", "\\text{(A) " * 40, "The answer is:\n\\[" + " " * 19_900,
     "+".join(["x_9i$\ufdfaabc \\sinx_9"] * 20), "the answer is " + ". a" * 6600, "½" * 400,
