@@ -1259,7 +1259,7 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str,
     endings = rf"(({endings})\s*)+$"  # some data has them already
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="", surplus=surplus)
     for p in kept:
-        # Samples whose prompt had begun a thought only end it, or do not even that if they were cut: begin it for them.
+        # Samples whose prompt had begun a thought only end it, or not even that if they were cut: begin it for them.
         if any("</think>" in answer.partition("<think>")[0] for answer in p.answers) and p.rendered[1] and not p.begun:
             p.answers = [answer if "<think>" in answer.partition("</think>")[0] else thought_opening(surplus) + answer
                          for answer in p.answers]
@@ -2155,7 +2155,7 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     prompts = [prompt if isinstance(prompt, list) else problem.prompt  # which has messages as the policy reads them
                for prompt, problem in zip(of_rows, problems)]
     rendered = [render_prompt(prompt, tokenizer, system_prompt, surplus=surplus) for prompt in prompts]
-    # If the policy's template has begun the thought, this one's does too, unless the text above holds it already.
+    # A thought that the policy's prompt has begun is begun here too, unless the text above holds it already.
     openings = [thought_opening(surplus) if problem.opening and templated and not problem.begun else ""
                 for (_, templated), problem in zip(rendered, problems)]
     G, completions = len(rollout.completions) // len(problems), iter(rollout.completions)
@@ -2263,7 +2263,7 @@ def make_optimizer(model, cfg, betas=(0.9, 0.999)):
     """(AdamW, learning-rate schedule) for a model. Also applies --freeze_layers and --gradient_checkpointing to it.
 
     Another optimizer may take AdamW's place. Checkpoints keep the state that it has for each parameter, not what it may
-    keep in `param_groups`. From a checkpoint that is older than the first update, AdamW alone can resume.
+    keep in `param_groups`. A checkpoint that is older than the first update holds what AdamW begins with.
     """
     layers = decoder_layers(model)
     layers[:int(cfg.freeze_layers * len(layers))].requires_grad_(False)
