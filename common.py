@@ -463,7 +463,8 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
                 say(f"--model {name}: holds weights that its config.json has no place for, such as {min(unused)}")
             return model
     model = on_main_rank(read_weights)
-    if cls is AutoModelForCausalLM and text_config.tie_word_embeddings and not from_main_rank(model and is_tied(model)):
+    ties = getattr(text_config, "tie_word_embeddings", False)  # Inkling's has no such field
+    if cls is AutoModelForCausalLM and ties and not from_main_rank(model and is_tied(model)):
         for part in (config, text_config, *([model.config, model.config.get_text_config()] if model else [])):
             part.tie_word_embeddings = False
     if rank() > 0:
