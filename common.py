@@ -395,13 +395,15 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
         # For some model types (Qwen2 is one) AutoTokenizer replaces the tokenizer.json by the architecture's own
         # tokenizer, which may split text differently. The one that came with the model is right.
         kind = get_tokenizer_config(name, trust_remote_code=trust_remote_code).get("tokenizer_class")
-        cls = PreTrainedTokenizerFast if kind in ("TokenizersBackend", "PreTrainedTokenizerFast") else AutoTokenizer
-        tokenizer = cls.from_pretrained(name, trust_remote_code=trust_remote_code)
+        if kind in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
+        else:  # mistral_format: where mistral-common is installed (vLLM brings it), not its tokenizer
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, mistral_format=False)
         file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
         remote = not type(tokenizer).__module__.startswith("transformers.")  # a class that came with the model
         if file and isinstance(tokenizer, PreTrainedTokenizerFast) and not remote:
-            text = "In 2023, it's 1+1 =  two.\n\n\tÇa va? 你好:\n    the\n\n\nthe\n(i).x"
-            text += (tokenizer.eos_token or "") + "x"  # Llama 2's adds a space in front of what follows a special token
+            end = tokenizer.eos_token or ""  # Llama 2's adds a space in front of what follows a special token
+            text = f" In 2023, it's 1+1 =  two.\n\n\tÇa va? 你好:\n    the\n\n\nthe\n(i).x{end}x{end} x"
             own = tokenizers.Tokenizer.from_file(file)
             own.no_padding()
             if tokenizer.encode(text, add_special_tokens=False) != own.encode(text, add_special_tokens=False).ids:

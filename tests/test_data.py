@@ -288,7 +288,22 @@ def test_a_tokenizer_that_says_it_is_only_a_file_is_read_from_it(kind, tmp_path)
     assert type(common.load_tokenizer(str(tmp_path))) is transformers.PreTrainedTokenizerFast
 
 
-def test_a_space_goes_in_front_of_what_follows_a_special_token_if_the_file_has_it_so(tmp_path):
+def test_a_mistral_tokenizer_is_read_from_its_file_where_mistral_common_is_installed(tmp_path, monkeypatch):
+    """vLLM brings mistral-common. transformers would then take its tokenizer, which has no template and no file."""
+    from transformers.integrations.mistral import tokenizer as mistral
+    from transformers.models.auto import tokenization_auto as auto
+    common.tiny_tokenizer().save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"tokenizer_class": "LlamaTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tekken.json").write_text("{}")
+    transformers.MistralConfig().save_pretrained(tmp_path)
+    monkeypatch.setitem(auto.TOKENIZER_MAPPING_NAMES, "mistral", "MistralCommonBackend")  # as if it were installed
+    monkeypatch.setattr(mistral, "resolve_mistral_format", lambda *args, **kwargs: pytest.fail("was asked for"))
+    assert common.load_tokenizer(str(tmp_path)).encode("1+1=?") == common.tiny_tokenizer().encode("1+1=?")
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_space_goes_in_front_of_what_follows_a_special_token_if_the_file_has_it_so(tmp_path, legacy):
     """As Llama 2 and TinyLlama read their own templates; transformers' class leaves it out."""
     from tokenizers import AddedToken, Tokenizer, models, normalizers
     vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁ab[]"]
@@ -298,10 +313,17 @@ def test_a_space_goes_in_front_of_what_follows_a_special_token_if_the_file_has_i
     own.add_special_tokens([AddedToken(token, normalized=False) for token in vocabulary[:3]])
     own.save(str(tmp_path / "tokenizer.json"))
     transformers.LlamaConfig(vocab_size=len(vocabulary)).save_pretrained(tmp_path)
-    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "legacy": False}
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "legacy": legacy}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    ids = common.load_tokenizer(str(tmp_path))("<s>[a] b</s>", add_special_tokens=False)["input_ids"]
-    assert [vocabulary[i] for i in ids] == ["<s>", "▁", "[", "a", "]", "▁", "b", "</s>"]
+    tokenizer = common.load_tokenizer(str(tmp_path))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1))
+    common.save_model(model, tokenizer, tmp_path / "model")
+    for read in (tokenizer, common.load_tokenizer(str(tmp_path / "model")),
+                 transformers.AutoTokenizer.from_pretrained(tmp_path / "model")):
+        for text, tokens in (("<s>[a] b</s>", "<s> ▁ [ a ] ▁ b </s>"), (" b</s> b", "▁ ▁ b </s> ▁ ▁ b")):
+            ids = read(text, add_special_tokens=False)["input_ids"]
+            assert [vocabulary[i] for i in ids] == tokens.split()
 
 
 def test_a_tokenizer_may_have_the_image_token_of_its_larger_siblings(tmp_path):
