@@ -103,6 +103,8 @@ def one_line_errors(what: str, kind: type[UserError] = UserError):
         yield
     except (UserError, torch.OutOfMemoryError):
         raise
+    except dcp.api.CheckpointException as error:  # it is not a subclass of Exception
+        raise kind(f"{what} ({innermost(error)})") from error
     except Exception as error:
         reason = getattr(error, "strerror", None) or textwrap.shorten(str(error), 200) or type(error).__name__
         raise kind(f"{what} ({reason})") from error
@@ -472,8 +474,8 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
     if rank() > 0:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):  # DiffLlama draws some numbers all the same
             model = cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    if cls is AutoModelForSequenceClassification and not isinstance(getattr(model, "score", None), torch.nn.Linear):
-        raise UserError(f"--model {name}: {type(model).__name__} has no scalar head named score")
+    if cls is AutoModelForSequenceClassification and getattr(getattr(model, "score", None), "out_features", 0) != 1:
+        raise UserError(f"--model {name}: want a sequence classifier with one label, whose head is a layer named score")
     model.saved_dtype = saved_dtype
     model.eval().requires_grad_(trainable)
     if text_config is not config:  # what reads images gets no gradient, and so needs no moments in the optimizer
@@ -523,12 +525,10 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
         tokenizer.model_max_length = context
     if policy.can_generate():  # `generate` must stop where `sample` does; Qwen2.5's base models list no end of a turn
         config, file = policy.generation_config, Path(name, "generation_config.json")
-        with one_line_errors(f"--model {name}: its generation_config.json is not JSON"):
+        with one_line_errors(f"--model {name}: its generation_config.json is not usable"):
             if file.exists():
                 json.loads(file.read_bytes())  # transformers ignores a broken one, and with it the EOS that it names
-        with one_line_errors(f"--model {name}: eos_token_id in its generation_config.json"):
             config.eos_token_id = sorted({*eos_ids(policy, tokenizer), turn_end(tokenizer)})
-        with one_line_errors(f"--model {name}: its generation_config.json"):
             if not config.do_sample:  # then these have no effect, but transformers would refuse to save them
                 for unused in ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff",
                                "eta_cutoff"):
@@ -679,10 +679,9 @@ def save_model(model, tokenizer, directory: Path) -> None:
 
     def fill(folder):
         model.save_pretrained(folder, state_dict=weights)
-        model.config.dtype = dtype  # save_pretrained wrote the masters' dtype into config.json
-        model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         config = json.loads((folder / "config.json").read_text())
+        config["dtype"] = str(dtype).removeprefix("torch.")  # save_pretrained wrote the masters'
         if type(model.config).__module__.startswith("transformers."):  # then no code of the model's own lies beside it
             config.pop("auto_map", None)
         config.get("text_config", config).update(rotary_settings_4(model.config))
@@ -1697,16 +1696,15 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
 def join_drawn(drawn, pad_id: int):
     """[(problems, rollout, rewards, correct), ...] -> one of each, padded to the longest prompt and completion."""
     problems, rollouts, rewards, correct = zip(*drawn)
-    widths = [(r.input_ids.shape[1] - r.mask.shape[1], r.mask.shape[1]) for r in rollouts]  # of prompts, completions
-    L, T = map(max, zip(*widths))
+    T = max(r.mask.shape[1] for r in rollouts)
+    L = max(r.input_ids.shape[1] - r.mask.shape[1] for r in rollouts)
 
-    def join(tensors, value):  # [n, l+t] each -> [N, L+T]
-        return torch.cat([F.pad(x, (L - l, T - t), value=value) for x, (l, t) in zip(tensors, widths)])
-    mask, logprobs = (torch.cat([F.pad(getattr(r, name), (0, T - t)) for r, (_, t) in zip(rollouts, widths)])
-                      for name in ("mask", "logprobs"))  # [N, T]
+    def join(name, width, value=0):  # [n, l+t] or [n, t] each -> [N, width]: completions grow on the right
+        parts = [F.pad(getattr(r, name), (0, T - r.mask.shape[1]), value=value) for r in rollouts]
+        return torch.cat([F.pad(part, (width - part.shape[1], 0), value=value) for part in parts])
     rollout = Rollout(
-        join([r.input_ids for r in rollouts], pad_id), join([r.attention_mask for r in rollouts], 0), mask,
-        sum((r.completions for r in rollouts), []), torch.cat([r.finished for r in rollouts]), logprobs)
+        join("input_ids", L + T, pad_id), join("attention_mask", L + T), join("mask", T),
+        sum((r.completions for r in rollouts), []), torch.cat([r.finished for r in rollouts]), join("logprobs", T))
     return sum(problems, []), rollout, torch.cat(rewards), torch.cat(correct)
 
 
@@ -2123,8 +2121,6 @@ def load_reward_model(cfg):
         check_vocabulary(cfg.reward, own, model)
     except UserError as error:
         raise UserError(str(error).replace("--model", "--reward", 1)) from error
-    if model.config.num_labels != 1:
-        raise UserError(f"--reward {cfg.reward}: want a sequence classifier with one label, as reward_model.py saves")
     shift = getattr(model.config, "reward_shift", 0.0)
     other = load_tokenizer(model_name(cfg), cfg.trust_remote_code)  # the policy's
     same_tokens = own.get_vocab() == other.get_vocab() and own.chat_template == other.chat_template
@@ -2635,7 +2631,7 @@ class Run:
         self.next_step = int(path.name.removeprefix("step-"))
         if self.next_step > self.cfg.steps + 1:  # equal: all steps are done, but model/ may not have been written
             raise UserError(f"--resume: {self.directory} has done {self.next_step - 1} steps, more than --steps")
-        try:
+        with one_line_errors(f"--resume: {path} is damaged or of another model"):
             for _, optimizer, _ in self.trained.values() if self.next_step else []:
                 for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
                     parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -2645,9 +2641,6 @@ class Run:
             own = json.loads(state["run"])
             dcp.load(state, checkpoint_id=path)
             saved = json.loads(state["run"])
-        # Damaged files can raise any error, and CheckpointException is not a subclass of Exception.
-        except (Exception, dcp.api.CheckpointException) as error:
-            raise UserError(f"--resume: {path} is damaged or of another model: {innermost(error)}") from error
         if other := [f"{name} {value}" for name, value in saved.items() if own.get(name) != value]:
             raise UserError(f"--resume: {path} is of another run: {', '.join(other)}")
         self.data.position, self.extra, self.bad_steps = state["position"], state["extra"], state["bad_steps"]

@@ -229,7 +229,7 @@ def test_a_classifier_without_a_scalar_head(tmp_path):
     config = random_model("Bert")[0].config
     config.num_labels = 1
     transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(common.UserError, match="no scalar head named score"):
+    with pytest.raises(common.UserError, match="one label, whose head is a layer named score"):
         common.load_model(str(tmp_path), cpu, cls=common.AutoModelForSequenceClassification)
 
 
@@ -1081,13 +1081,11 @@ def test_sampling_stops_where_the_chat_template_ends_a_turn(tmp_path):
     assert common.eos_ids(policy, tokenizer) == policy.generation_config.eos_token_id == ends
 
 
-@pytest.mark.parametrize("content, problem", [
-    ('{"eos_token_id": "x"}', "eos_token_id in its generation_config.json"),
-    ('{"eos_token_id": [1', "its generation_config.json is not JSON")])
-def test_an_eos_that_is_no_token(content, problem, tmp_path):
+@pytest.mark.parametrize("content", ['{"eos_token_id": "x"}', '{"eos_token_id": [1'])
+def test_an_eos_that_is_no_token(content, tmp_path):
     save_random(tmp_path)
     (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(common.UserError, match=problem):
+    with pytest.raises(common.UserError, match="its generation_config.json is not usable"):
         common.load_policy(policy_config(tmp_path), cpu)
 
 
