@@ -2935,14 +2935,14 @@ _STATEMENT = re.compile(r"(?!(?:.* (?:is|are|equals) ){2}|.*\b(?:not|never)\b)[A
 # So, she saved 36 - 15 = 21 dollars: the equation at its end
 _WORKED = re.compile(r"(?!.*\b(?:not|never)\b)[A-Z].*[a-z]{2}(?:[,:]? |=)([-(]?\d[^a-zA-Z=]*=[^=,]*)")
 # words after a number that leave it what it is
-_TAIL = r"[ ]?(?!(?:and|or|to|pi|squared|cubed|half|dozen|[a-z]*(?:hundred|thousand|illion))\b)[a-zA-Z%'’][^\d=]*$"
+_TAIL = r"[ ]?(?!(?:and|or|pi|squared|cubed|half|dozen|[a-z]*(?:hundred|thousand|illion))\b)[a-zA-Z%'’][^\d=]*$"
 # He pays 9 eggs x $2/egg = $18 a day: the number at its end, if no letter stands for a number
 _ENDING = re.compile(r"""
     (?! .* (?: \b(?:not|never)\b | n't\b | [\\^≠<>]
-             | (?<![a-zA-Z'’]) (?: [b-wyzB-HJ-WYZ] | [xX](?![ ]?[\d(]) ) (?![a-zA-Z'’]) ) )
+             | (?<![a-zA-Z'’]) (?: [b-wyzB-HJ-WYZ] | [xX](?![ ]?[\d(.]) ) (?![a-zA-Z'’]) ) )
     [A-Z] (?= .*[a-z]{2} ) .* (?: [\d)] | [a-z]{3} ) [ ]?=[ ]? ( -?\d[\d.]*(?:/\d+)? ) (?: %s )?
     """ % _TAIL, re.X)
-_NUMBER = re.compile(r"(?<!\S)-?\d(?:\S*\w)?")  # a word that begins with a digit: 18, 1/2, 18/day
+_NUMBER = re.compile(r"(?<!\S)-?\.?\d(?:\S*\w)?")  # a word that begins with a number: 18, .5, 1/2, 18/day
 
 
 def is_equivalent(prediction, answer) -> bool:
@@ -2975,7 +2975,7 @@ def is_equivalent(prediction, answer) -> bool:
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
 _ARITHMETIC = re.compile(r"[\d)}][.|]?[-+*](?!\{?10\}?[\^⁻⁰¹²³⁴-⁹])[-+]*[\d({|.\\}]"  # not 2*10^6
                          r"|(?<![a-z_])[\d).][({|]+[-+\d.]|[\d)]!|\\binom|\\choose")  # 7(8), not \frac1{2}
-_FORMULA = re.compile(r"[\w)}]\s*[-+*/^]\s*[\w({\\]|\\(?!text|mathrm|[^a-z])")  # 1/2, x+1, \sqrt{2}; not 5\text{ cm}
+_FORMULA = re.compile(r"[\w)}][-+*/^][\w({\\]|\\[a-z]")  # 1/2, x+1, \sqrt{2}; `_bare` has left out spaces and \text
 
 
 def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
@@ -3018,7 +3018,7 @@ _SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways
 # whatever may be such a key; x_1!=2, but not 4!=24
 _SYMBOL = (r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>]=|(?:(?<!\d)|(?<=[_^]\d)|(?<=\b[a-z]\d))!="
            r"|[$%~;&]|[^\x00-\x7f]")
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?!,?\d|/\d)")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?!,?\d|(?<= \d{3})/\d)")
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
     # symbols: x² is x^{2}, x₁ is x_{1}; NFKC makes 1/2 of ½, and up to eighteen characters of others, hence the cut
     (r"([⁻⁰¹²³⁴-⁹]+)", r"^{\1}"), (r"([₀-₉]+)", r"_{\1}"), (r"([¼½¾⅐-⅞])", r" \1"), (r"[º˚]", "°"),
@@ -3046,7 +3046,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?i)^(?:(?:so|hence),? (?=-?\d)|(?:therefore|thus),? (?![a-z']{2,},? .*\d|[ai] )|(?:about|approximately"
      r"|exactly|roughly|given by|option|choice|an?(?= [a-z]{5,}$)) )", ""),
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z
-    (r"(?<=\w|[)}])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,]*|\w ?∈ ?[NRZ]\b)", ""),
+    (r"(?<=[\w)} ])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 base 2
     (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),
     (r"[({]([\dA-F]\w*)[)}] ?(?=_[\d{])| ?\(?\bbase (\d+)\)?", lambda base: base[1] or f"_{base[2]}"),
@@ -3319,7 +3319,7 @@ def _values(text: str) -> tuple[list, float]:
     on a pair never changes. Where the text is no formula, this raises one of the errors that `_same` catches.
     """
     # n2^n, (n-1)2^n, 3!7! and the i2 of e^{i2\pi/3} are products, but x2 is not 2x.
-    text = re.sub(r"(?<!\\ln)(?<!\\log)(?<=[a-zA-Z)}]) ?(?=\d+\^)|(?<=[!i]) ?(?=\d)", "*", text)
+    text = re.sub(r"(?<!\\ln)(?<!\\log)(?<=[a-zA-Z)}]) ?(?=\d+\^)|(?<=\^\d) (?=\d)|(?<=[!i]) ?(?=\d)", "*", text)
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
     tokens, values, letters = [], [], []  # tokens: a stack with the first one on top, and ";" at the bottom
     floats = [0.0]  # the sizes of all floats on the way; fractions do not round

@@ -43,6 +43,7 @@ from common import extract_answer, format_reward, is_equivalent, is_worked_out
     ("The answer is 18! I hope so", "18"),
     ("The answer is 5 sq. ft.", "5 sq. ft"), ("#### Step 1\n2+2=4\n\nThe answer is 4.", "4"), ("Answer : 5", "5"),
     ("\\boxed{5}\n\n#### Check:\n2+3=5", "5"), ("\\boxed{5}\n\n#### Key idea\nSymmetry.", "5"),
+    ("\\boxed{5}\n\n#### Step 2\nAdding 3 gives 8.", "5"),
     ("\\boxed{5}\n\n#### Part 1\nAdd 3.", "5"), ("#### Final Answer\nThe final answer is 5.", "5"),
     ("A: On Monday he ran 3 miles.\nThe answer is 19.", "19"), ("The answer is indeed 5.", "5"),
     ("#### New York\nQuestion: 3+4", "New York"), ("#### Casey", "Casey"), ("#### Red\n\nWait, let me check.", "Red"),
@@ -242,6 +243,8 @@ SAME = [
     ("(\\textbf{E})\\ 12", "E"), ("\\begin{cases}x=2,\\\\ y=-1\\end{cases}", "x=2, y=-1"), ("3{:}55", "3:55"),
     ("A^{-1} = \\begin{pmatrix} 1 & 2 \\end{pmatrix}", "\\begin{pmatrix} 1 & 2 \\end{pmatrix}"),
     ("\\ln 2 \\approx 0.693", "\\ln 2"), ("6e^{i3\\pi/2}", "-6i"), ("\\log 10^3", "3"), ("1,000, 2,000", "1000, 2000"),
+    ("x <= 5", "x \\le 5"), ("x >= 5", "[5,\\infty)"), ("1,000/3", "1000/3"), ("nπ, n ∈ Z", "n\\pi"),
+    ("2^6 3^5", "2^6*3^5"), ("He gave $100 + $60 = $160 to the shelter", "160"), ("She has 4 x .5 = 2 pies", "2"),
     ("{1\\over2}", "\\frac12"), ("5/36 (approximately 0.139)", "\\frac{5}{36}"),
     ("\\sqrt5(y-n)^2", "\\sqrt5y^2-2\\sqrt5yn+\\sqrt5n^2")]  # y and n stand for close numbers: the terms nearly cancel
 
@@ -323,6 +326,9 @@ def test_the_same_answer_written_another_way(a, b):
     ("(A) or C", "A"), ("A. or B", "A"), ("A) 5 or C", "A"), ("(A), 5", "A"), ("3<4", "5<6"), ("5=6", "1=3"),
     ("e^{99}-e^{99}", "7"),
     ("Tom has less than 8.", "8"), ("He doesn't have 8.", "8"), ("x/day", "x"), ("5 m/s", "5 m"),
+    ("The value is a - 5", "5"), ("The value is 5 / a", "5"), ("12,3456", "123456"),
+    ("They plant 3 trees for every tree they chop so they need to plant 500 trees * 3 = 1500 trees.", "3"),
+    ("He has $.6 in dimes because 6 times .1 equals .6", "6"),
     ("y=\\ln 3^2", "y=\\ln 3"),
     ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # long units are compared in linear time
 def test_another_answer(a, b):
