@@ -302,7 +302,7 @@ def setup_device() -> torch.device:
             raise UserError(f"{processes} processes see {torch.cuda.device_count()} GPU(s): want one for each "
                             "(torchrun --nproc-per-node)")
         torch.cuda.set_device(device)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for each shape; NaN with some masks (pytorch #196678)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for each shape; NaN at some lengths (pytorch #196678)
     else:
         # Some gradients (of repeated indices, of a mixture of experts) would otherwise be summed in whatever order the
         # threads run, and a run would not repeat bit for bit.
