@@ -1186,7 +1186,8 @@ def prompt_and_answers(row: dict) -> tuple:
     prompt, answers, scores = row_prompt(row), [row.get("chosen"), row.get("rejected")], None
     if not all(answers) and row.get("responses"):
         answers, scores = row["responses"], row.get("scores")
-        unread = [name for name in ("rewards", "ratings", "ranks", "rank") if isinstance(row.get(name), list)]
+        unread = [name for name, value in row.items()
+                  if isinstance(value, list) and re.search("scor|rating|rank|reward", name)]
         if scores is None and unread:
             raise ValueError(f"{unread[0]} beside responses: want scores, higher for better ones, or responses that "
                              "stand best first and nothing else that could order them")
@@ -2111,7 +2112,7 @@ def load_reward_model(cfg):
     A model with the policy's vocabulary and chat template scores the tokens that were sampled. Any other one scores the
     decoded text, through its own. Every completion is read as if it ended with `turn_end`, as the answers do that the
     model has learned from: it may have been cut, or have ended with another of the policy's ends. (At any other token,
-    one for SmolLM2 scored cut answers higher than good ones.)
+    one for SmolLM2 scored cut answers higher than good ones.) Like those answers, it is cut where the context ends.
     """
     try:
         own = load_tokenizer(cfg.reward, cfg.trust_remote_code)
@@ -2124,18 +2125,19 @@ def load_reward_model(cfg):
     shift = getattr(model.config, "reward_shift", 0.0)
     other = load_tokenizer(model_name(cfg), cfg.trust_remote_code)  # the policy's
     same_tokens = own.get_vocab() == other.get_vocab() and own.chat_template == other.chat_template
-    end = turn_end(own)
+    end, context = turn_end(own), context_length(model)
 
     def scores(problems: list[Problem], rollout: Rollout) -> torch.Tensor:
-        if same_tokens:
-            last = rollout.attention_mask.cumsum(1).argmax(1, keepdim=True)  # [N, 1] the column of each last token
-            ids = rollout.input_ids.scatter(1, last, end)  # in its place: one more might not fit into the context
-            batch = Batch(ids, rollout.attention_mask, rollout.mask)
-        else:
-            batch = retokenize(problems, rollout, own, cfg.system_prompt)
-        longest, context = int(batch.attention_mask.sum(1).max()), context_length(model)
-        if longest > context:
-            raise UserError(f"--reward {cfg.reward}: its context is {context} tokens, a sequence has {longest}")
+        batch = rollout if same_tokens else retokenize(problems, rollout, own, cfg.system_prompt)
+        T, position = batch.mask.shape[1], batch.attention_mask.cumsum(1)
+        if (longest := int(position[:, -T - 1].max())) >= context:
+            raise UserError(f"--reward {cfg.reward}: its context is {context} tokens, a prompt has {longest}")
+        if cut := int((position[:, -1] > context).sum()):
+            say(f"--reward {cfg.reward}: cut {cut} of {len(position)} sequences where its context ends")
+        kept = batch.attention_mask * (position <= context)
+        last = (kept * position).argmax(1, keepdim=True)  # [N, 1] the column of each last token
+        # The end takes the place of that token: one more might not fit into the context.
+        batch = Batch(batch.input_ids.scatter(1, last, end), kept, kept[:, -T:].bool())
         # Copies of a row are scored once. In different micro-batches they could round differently, but a group of
         # copies must have advantages of exactly 0, and two copies make no pair.
         ids, first = batch.input_ids.where(batch.attention_mask > 0, -1).cpu().numpy(), {}
@@ -2153,6 +2155,8 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     of_rows = [row_prompt(problem.row) for problem in problems]
     prompts = [prompt if isinstance(prompt, list) else problem.prompt  # which has messages as the policy reads them
                for prompt, problem in zip(of_rows, problems)]
+    if tokenizer.chat_template and not system_prompt:  # with the default, but a template that is not asked to think
+        system_prompt = SYSTEM_PROMPT
     rendered = [render_prompt(prompt, tokenizer, system_prompt, surplus=surplus) for prompt in prompts]
     # A thought that the policy's prompt has begun is begun here too, unless the text above holds it already.
     openings = [thought_opening(surplus) if problem.opening and templated and not problem.begun else ""

@@ -671,6 +671,19 @@ def test_a_template_that_can_leave_thinking_open_does_so_for_problems(name):
     assert common.render_prompt("1", tokenizer, "") == (common.SYSTEM_PROMPT + "\n\n1<think>", True)
 
 
+def test_a_reward_models_template_is_not_asked_to_think():
+    """It was not in preference data. This one (MiniMind's) then has an empty thought, also in front of an answer."""
+    tokenizer = chat_tokenizer("")
+    tokenizer.chat_template = ("{% for m in messages if m['role'] != 'assistant' %}{{ m['content'] }}{% endfor %}"
+                               "<think>{% if not open_thinking %}</think>{% endif %}"
+                               "{% if not add_generation_prompt %}{{ messages[-1]['content'] }}<turn>{% endif %}")
+    rollout = common.Rollout(None, None, torch.ones(1, 1), ["2"], torch.tensor([True]))
+    for opening, answer in (("", "<think></think>2<turn>"), ("<think>", "<think>\n2<turn>")):
+        problem = common.Problem("1", [], None, {"prompt": "1"}, opening=opening)
+        text = tokenizer.decode(common.retokenize([problem], rollout, tokenizer, "").input_ids[0])
+        assert text == tokenizer.decode(tokenizer(f"{common.SYSTEM_PROMPT}1{answer}")["input_ids"])
+
+
 def test_a_template_without_a_system_role():
     tokenizer = common.tiny_tokenizer()
     tokenizer.chat_template = ("{% for m in messages %}"

@@ -410,18 +410,23 @@ def test_a_reward_model_reads_the_sampled_tokens_at_their_end(end, tmp_path, pol
     assert torch.equal(correct, torch.stack([expected[0] > 0, rewards[1] > 0])) and 0 < correct[1].sum() < 4
 
 
-def test_what_does_not_fit_into_a_reward_models_context_is_refused(tmp_path, policy_directory):
-    save_reward_model(tmp_path / "rm")
+def test_what_does_not_fit_into_a_reward_models_context_is_cut(tmp_path, policy_directory, capsys):
+    """As the answers were that it has learned from, with the end at the cut. A prompt that leaves no room is refused."""
+    model = save_reward_model(tmp_path / "rm")
     problems, rollout = problems_and_rollout(policy_directory)
     longest, config = int(rollout.attention_mask.sum(1).max()), tmp_path / "rm" / "config.json"
     saved = json.loads(config.read_text())
-    for context in (longest, longest - 1):
+    for context in (longest, longest - 2):
         config.write_text(json.dumps({**saved, "max_position_embeddings": context}))
-        score = common.load_reward(reward_config(tmp_path / "rm", policy_directory))
-        if context == longest:
-            score(problems, rollout)
-    with pytest.raises(common.UserError, match=f"its context is {longest - 1} tokens, a sequence has {longest}"):
-        score(problems, rollout)
+        rewards, _ = common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
+        for ids, mask, reward in zip(rollout.input_ids, rollout.attention_mask, rewards.flatten()):
+            ids = ids[mask.bool()][:context].clone()
+            ids[-1] = common.tiny_tokenizer().eos_token_id
+            torch.testing.assert_close(reward, model.score(model.base_model(ids[None])[0])[0, -1, 0])
+    assert "sequences where its context ends" in capsys.readouterr().err
+    config.write_text(json.dumps({**saved, "max_position_embeddings": 7}))
+    with pytest.raises(common.UserError, match="its context is 7 tokens, a prompt has 7"):
+        common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
 
 
 def test_copies_of_a_completion_get_one_score(tmp_path, policy_directory, monkeypatch):

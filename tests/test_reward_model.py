@@ -59,7 +59,7 @@ def test_what_could_turn_an_order_round():
     """chosen and rejected say it all; scores of responses have to be called so."""
     for more in ({"responses": ["b", "a"]}, {"scores": [1, 5]}, {"rewards": [1, 5]}):
         assert common.read_preference({"prompt": "p", "chosen": "a", "rejected": "b", **more}).answers == ["a", "b"]
-    for name in ("rewards", "ratings", "rank"):
+    for name in ("rewards", "ratings", "rank", "score", "overall_scores"):
         with pytest.raises(ValueError, match=f"{name} beside responses"):
             common.read_preference({"prompt": "p", "responses": ["a", "b"], name: [1, 5]})
     best_twice = {"prompt": "p", "chosen": "a", "rejected": None, "responses": ["a", "b"], "rank": None}
