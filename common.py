@@ -2155,7 +2155,7 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     of_rows = [row_prompt(problem.row) for problem in problems]
     prompts = [prompt if isinstance(prompt, list) else problem.prompt  # which has messages as the policy reads them
                for prompt, problem in zip(of_rows, problems)]
-    if tokenizer.chat_template and not system_prompt:  # with the default, but a template that is not asked to think
+    if tokenizer.chat_template and not system_prompt:  # named, so that the template is not asked to think
         system_prompt = SYSTEM_PROMPT
     rendered = [render_prompt(prompt, tokenizer, system_prompt, surplus=surplus) for prompt in prompts]
     # A thought that the policy's prompt has begun is begun here too, unless the text above holds it already.
@@ -3049,7 +3049,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
     (r"(?i)^(?:(?:so|hence),? (?=-?\d)|(?:therefore|thus),? (?![a-z']{2,},? .*\d|[ai] )|(?:about|approximately"
      r"|exactly|roughly|given by|option|choice|an?(?= [a-z]{5,}$)) )", ""),
-    # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z
+    # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z; but not a clause with the result in it
     (r"(?<=[\w)} ])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 base 2
     (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),
@@ -3322,7 +3322,7 @@ def _values(text: str) -> tuple[list, float]:
     point with a chance of about 1 in 1,000, and hardly ever at all three. Nothing is drawn at random, so the verdict
     on a pair never changes. Where the text is no formula, this raises one of the errors that `_same` catches.
     """
-    # n2^n, (n-1)2^n, 3!7! and the i2 of e^{i2\pi/3} are products, but x2 is not 2x.
+    # n2^n, (n-1)2^n, 2^6 3^5, 3!7! and the i2 of e^{i2\pi/3} are products, but x2 is not 2x.
     text = re.sub(r"(?<!\\ln)(?<!\\log)(?<=[a-zA-Z)}]) ?(?=\d+\^)|(?<=\^\d) (?=\d)|(?<=[!i]) ?(?=\d)", "*", text)
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
     tokens, values, letters = [], [], []  # tokens: a stack with the first one on top, and ";" at the bottom

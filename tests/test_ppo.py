@@ -411,7 +411,7 @@ def test_a_reward_model_reads_the_sampled_tokens_at_their_end(end, tmp_path, pol
 
 
 def test_what_does_not_fit_into_a_reward_models_context_is_cut(tmp_path, policy_directory, capsys):
-    """As the answers were that it has learned from, with the end at the cut. A prompt that leaves no room is refused."""
+    """As the answers were that it has learned from, with the end at the cut. A prompt without room is refused."""
     model = save_reward_model(tmp_path / "rm")
     problems, rollout = problems_and_rollout(policy_directory)
     longest, config = int(rollout.attention_mask.sum(1).max()), tmp_path / "rm" / "config.json"

@@ -152,7 +152,7 @@ def test_of_two_files_of_held_out_problems_none_is_ignored(fails):
     flags = "--on_policy", "--eval_data", "arithmetic:1", "--eval_problems", "arithmetic:3"
     assert "--eval_problems: with --on_policy, --eval_data holds" in fails(*flags, script="dpo")
     # Held-out data is looked for first: reading --data may take long.
-    assert "no_problems.jsonl" in fails("--data", "no_pairs.jsonl", "--eval_problems", "no_problems.jsonl", script="dpo")
+    assert "missing.jsonl" in fails("--data", "no_pairs.jsonl", "--eval_problems", "missing.jsonl", script="dpo")
 
 
 def test_bad_reward_file(fails, tmp_path):
