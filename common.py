@@ -98,7 +98,7 @@ class TrainingFailed(UserError):
 
 @contextlib.contextmanager
 def one_line_errors(what: str, kind: type[UserError] = UserError):
-    """Turn any exception into a UserError, or one of this kind: libraries raise all sorts for a wrong name or file."""
+    """Turn whatever libraries raise for a wrong name or file into an error of this kind."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
@@ -122,7 +122,7 @@ def innermost(error: BaseException) -> str:
 
 
 def flag(default, help: str):
-    """A dataclass field that HfArgumentParser turns into `--name`, with its help text. A number's bounds: LIMITS."""
+    """A dataclass field that HfArgumentParser turns into `--name`, with its help text. Bounds of numbers: LIMITS."""
     return field(default=default, metadata={"help": help})
 
 
@@ -149,7 +149,7 @@ class RunConfig:
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, 1/3 more time")
     freeze_layers: float = flag(0.0, "this share of the layers, from the first, does not train")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag(
-        "constant", "after the warm-up: constant, or falling to 0 over the updates that full steps make")
+        "constant", "after the warm-up: constant, or falling to 0 over steps × minibatches × updates_per_batch updates")
     max_bad_steps: int = flag(5, "updates in a row with a non-finite loss or gradient before the run gives up")
 
 
@@ -206,7 +206,7 @@ def check_config(cfg) -> None:
             raise UserError(f"--{name} {value}: must be {wanted}")
     if getattr(cfg, "minibatches", 1) > getattr(cfg, "prompts_per_step", 1) * getattr(cfg, "group_size", 1):
         raise UserError(f"--minibatches {cfg.minibatches}: more than the completions of a step")
-    # Such a buffer would punish even an empty completion. The default may stay with a short --max_new_tokens.
+    # A buffer longer than --max_new_tokens would punish even an empty completion. Only up to the default may it be so.
     if hasattr(cfg, "overlong_buffer") and cfg.overlong_buffer > max(cfg.max_new_tokens, type(cfg).overlong_buffer):
         raise UserError(f"--overlong_buffer {cfg.overlong_buffer}: more than --max_new_tokens {cfg.max_new_tokens}")
 
@@ -237,7 +237,7 @@ def launch(main, Config) -> None:
         leave(130, together=False)
     except Exception as error:
         text = str(error) if isinstance(error, (UserError, RuntimeError)) else ""
-        text = re.sub("^--reward .*", "", text, flags=re.S)  # it shows the row, whose text may be about anything
+        text = re.sub("^--reward .*", "", text, flags=re.S)  # it quotes a row, which may hold the words below
         if deserted := re.search("gloo.* by peer", text):  # "Connection closed by peer"
             error = TrainingFailed("another process of this run has ended (the last checkpoint, if any, is intact)")
         elif re.search("out of memory|can't allocate memory", text):  # a GPU's, also to NCCL; the CPU's
@@ -314,7 +314,7 @@ def setup_device() -> torch.device:
             libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive a torchrun that is killed
         if not cuda:
             # Keep the memory of freed tensors: the system would zero its pages anew for the next ones, 4 to 12% of the
-            # tiny model's step. Not of blocks above 32 MB: at large V that fragments the heap (5 GB instead of 1).
+            # tiny model's step. But not blocks above 32 MB: at large V they fragment the heap (5 GB instead of 1).
             libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD
             libc.mallopt(-3, 2 ** 25)  # M_MMAP_THRESHOLD
     if (cuda or torchrun) and not dist.is_initialized():  # FSDP2 needs a process group, on a single GPU too
@@ -384,12 +384,12 @@ def say(message: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------ models
 
-# What transformers 5 leaves out where it saves a tokenizer: llama.cpp's converter, or what serves images, wants it
+# Files that transformers 5 leaves out when it saves a tokenizer; llama.cpp's converter and image servers want them
 UNSAVED_FILES = ("tokenizer.model", "preprocessor_config.json", "processor_config.json")
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False):
-    """The tokenizer of a directory or hub id. Where it has no pad token, EOS pads: masks come from positions."""
+    """The tokenizer of a directory or hub id. If it has no pad token, EOS pads: no mask is made from ids."""
     with one_line_errors(f"--model {name}: no directory or hub id that has a tokenizer"):
         if not os.path.isdir(name) and not huggingface_hub.try_to_load_from_cache(name, "config.json"):
             # Without network this fails at once. The downloads below would retry for half a minute each.
@@ -399,11 +399,12 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
         kind = get_tokenizer_config(name, trust_remote_code=trust_remote_code).get("tokenizer_class")
         if kind in ("TokenizersBackend", "PreTrainedTokenizerFast"):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
-        else:  # mistral_format: where mistral-common is installed (vLLM brings it), not its tokenizer
+        else:  # mistral_format=False: not mistral-common's tokenizer, even where that is installed (vLLM brings it)
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, mistral_format=False)
         file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
         remote = not type(tokenizer).__module__.startswith("transformers.")  # a class that came with the model
         if file and isinstance(tokenizer, PreTrainedTokenizerFast) and not remote:
+            # It has to split a text that tokenizers split differently as its own tokenizer.json does.
             end = tokenizer.eos_token or ""  # Llama 2's adds a space in front of what follows a special token
             text = f" In 2023, it's 1+1 =  two.\n\n\tÇa va? 你好:\n    the\n\n\nthe\n(i).x{end}x{end} x"
             own = tokenizers.Tokenizer.from_file(file)
@@ -460,7 +461,7 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
                                                 ignore_mismatched_sizes=True)
             for key, *shapes in sorted(report["mismatched_keys"]):  # by itself, transformers would not say which
                 raise UserError("--model {}: {} is {}, but {} is wanted".format(name, key, *map(list, shapes)))
-            # They would stay random, which only a head that is to be trained may be.
+            # Missing weights would stay random, which only those of a head that is to be trained may be.
             if missing := set(report["missing_keys"]) - ({"score.weight"} if trainable else set()):
                 raise UserError(f"--model {name}: no weights for {min(missing)}")
             if trainable and cls is AutoModelForCausalLM and (unused := report["unexpected_keys"]):
@@ -485,7 +486,7 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
 
 
 def is_tied(model) -> bool:
-    """Is the head's weight the embedding's? Where a checkpoint has two that differ, transformers ties them no more,
+    """Is the head's weight the embedding's? Where a checkpoint has two that differ, transformers does not tie them,
     whatever config.json says; other programs, and a model on the meta device, would."""
     head = model.get_output_embeddings()
     return head is None or head.weight is model.get_input_embeddings().weight
@@ -538,7 +539,7 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
 
 
 def check_vocabulary(name: str, tokenizer, model) -> None:
-    """Raise UserError if a token has no row in the model's embedding, but for special ones that no template writes:
+    """Raise UserError if a token has no row in the model's embedding, but for special ones that its template lacks:
     Gemma 3 1B's <image_soft_token>, Code Llama's <FILL_ME>, a <pad> (which is replaced by EOS)."""
     rows = model.config.get_text_config().vocab_size
     if tokenizer.pad_token_id >= rows:
@@ -609,15 +610,15 @@ def shard(model, device: torch.device):
         for buffer, dtype in zip(model.buffers(), dtypes):  # not all are in the state dict: rotary frequencies, for one
             buffer.data = buffer.to(dtype)  # before transformers 5.24, `from_config` ignores what must stay float32
             dist.broadcast(buffer, 0)
-        # It says which tokens end a completion, and only rank 0 has read it.
+        # The generation config says which tokens end a completion, and only rank 0 has read it.
         model.generation_config = from_main_rank(getattr(model, "generation_config", None))
     return model
 
 
 def is_small(model, device: torch.device) -> bool:
-    """Can one GPU spare 12 bytes a parameter, a fifth of its memory at most? All weights and gradients in bfloat16, and
-    two float32 copies of the gradients, take that. Then the model is one FSDP module. (With one per layer they exist
-    for a layer at a time, but FSDP's work for each module doubles a short pass: 0.5B, 4,096 tokens, H200.)"""
+    """Can one GPU spare 12 bytes a parameter, a fifth of its memory at most, for all weights and gradients in bfloat16
+    and two float32 copies of the gradients? Then the model is one FSDP module. (With one per layer these exist for a
+    layer at a time, but FSDP's work for each module doubles a short pass: 0.5B, 4,096 tokens, H200.)"""
     size = sum(parameter.numel() for parameter in model.parameters())
     return device.type == "cuda" and world_size() == 1 and 12 * size < torch.cuda.mem_get_info(device)[1] / 5
 
@@ -700,8 +701,8 @@ def save_model(model, tokenizer, directory: Path) -> None:
 
 
 def rotary_settings_4(config) -> dict:
-    """A model's rotary settings under the names that transformers 4 reads, on which an engine may build. Without them
-    it takes its defaults, such as a base of 10,000, and says nothing."""
+    """A model's rotary settings under the names of transformers 4, on which some engines build. Without them such an
+    engine takes defaults, such as a base of 10,000, and says nothing."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # Gemma 3 has others for its sliding windows
     settings = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
@@ -721,8 +722,10 @@ def write_directory(directory: Path, fill, replace: bool = True) -> None:
     old = directory.with_name(f".{directory.name}.old")  # hidden, because a user's own copy may be called model.old
     temporary = directory.with_name(f".{directory.name}.tmp" if replace else f".{directory.name}.tmp-{os.getpid()}")
     try:
-        for left in (temporary, old):  # by a process that was killed
-            remove(left)
+        if replace and old.exists() and not directory.exists():  # a process was killed between the two renames below
+            os.rename(old, directory)
+        for path in (temporary, old):  # left by a process that was killed
+            remove(path)
         temporary.mkdir(parents=True)
         fill(temporary)
         for file in filter(Path.is_file, temporary.rglob("*")):
@@ -757,7 +760,7 @@ class Problem:
     answer: str | None       # the gold answer, for the verifier
     row: dict                # the whole row, for a reward function
     begun: str = ""          # the answer's beginning, if the messages end with one
-    opening: str = ""        # <think>, if the prompt ends with it, or <think> and what follows in `begun`
+    opening: str = ""        # the <think> that the prompt ends with, or `begun` from its <think> on
 
 
 def is_built_in(data: str) -> bool:
@@ -799,7 +802,7 @@ def read_json_lines(path: str) -> list[tuple[dict, str]]:
             with one_line_errors(f"{place}: want a JSON object, one a line"):
                 line = line.decode("utf-8-sig").strip()
                 row = json.loads(line)
-                # Half a surrogate pair, "\ud83d", is no text: encoding it fails. To try all rows doubles the time.
+                # Half a surrogate pair, "\ud83d", is no text: encoding it fails. Trying all rows would double the time.
                 if "\\ud" in line.lower():
                     json.dumps(row, ensure_ascii=False).encode()
             if not isinstance(row, dict):
@@ -836,7 +839,7 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
         if need_answer and not found:
             raise UserError(f"{place}: no answer (a string or a finite number) under answer or solution, which "
                             f"--reward verifier needs; it has {columns(row)}")
-        answer = extract_answer(found[0]) or str(found[0]) if found else None  # a reward function gets the whole row
+        answer = (extract_answer(found[0]) or str(found[0])) if found else None  # None: for a reward function
         problems.append(Problem(prompt, [], answer, row))
     # NuminaMath writes "proof" where there is no answer.
     kept = [p for p in problems if not need_answer or p.answer != "proof" and len(p.answer) <= LONGEST_ANSWER]
@@ -960,9 +963,9 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
                                   **thinking)
             for m in messages:
                 longest = max(re.findall(r"\w+", m["content"]), key=len, default="")
-                # SmolLM3's takes "/think" out of system messages: a switch, but not where the default has "</think>".
+                # SmolLM3's takes its switch "/think" out of system messages, and so breaks the default's "</think>".
                 words = m["content"].split() if m["content"] == default else [longest]
-                if not all(word in text for word in words) and m["role"] != "assistant":  # these are often shortened
+                if not all(word in text for word in words) and m["role"] != "assistant":  # past answers often are
                     raise ValueError(f"it leaves out the message of role {m['role']}")
             return text if begun else text.removesuffix(surplus), True
         except Exception as error:  # templates are programs
@@ -985,8 +988,9 @@ def answer_form(tokenizer) -> tuple[str, str, int]:
     except Exception:  # there is no template, or it refuses these messages
         return "", "", tokenizer.eos_token_id
     before, _, after = text.rpartition(answer["content"])
-    # A thought that both open (Qwen3.5's) or have empty (MiniMind's; DeepSeek-V3.1's is a mere </think>) counts as the
-    # answer's, which may have one of its own. No tag is cut in two: "<think>" and "</think>" (GLM-4.7's) share "<".
+    # A thought that prompt and answer both open (Qwen3.5's) or both have empty (MiniMind's; DeepSeek-V3.1's is a mere
+    # </think>) counts as the answer's, which may have one of its own. No tag is cut in two: "<think>" and "</think>"
+    # (GLM-4.7's) share "<".
     shared = re.sub(r"(<think>\s*)?(</think>\s*)?$|<[^<>\s]*$", "", os.path.commonprefix([prompt, before]))
     if question["content"] not in shared:  # they part before the answer: nothing to compare
         prompt = before = shared
@@ -1025,13 +1029,13 @@ def encode_answers(tokenizer, given: list[tuple[tuple[str, bool], list[int], str
     whether the prompt has begun it.
 
     lead: what a template puts before an answer (`answer_form`). An answer with a thought of its own gets no empty one.
-    Each is read together with its prompt, since SentencePiece tokenizers put a space before a text that is read alone.
-    Only where the two merge at the seam, so that the prompt gets other tokens, is the answer read alone.
+    Each is tokenized together with its prompt, since SentencePiece tokenizers put a space before a text that stands
+    alone. Only where the two merge at the seam, so that the prompt gets other tokens, does the answer stand alone.
     """
     answers = []
     for (_, templated), _, answer, begun in given:
-        has_thought = answer.lstrip().startswith("<think>")  # then only what comes before a thought (GLM-4.5's newline)
-        front = re.split("</?think>", lead)[0] if has_thought else lead
+        has_thought = answer.lstrip().startswith("<think>")
+        front = re.split("</?think>", lead)[0] if has_thought else lead  # what is before a thought: GLM-4.5's newline
         answers.append(front + answer.lstrip() if templated and not begun else answer)
     whole = encode(tokenizer, [(text + answer, templated) for ((text, templated), *_), answer in zip(given, answers)])
     return [ids[len(prompt):] if ids[:len(prompt)] == prompt
@@ -1042,7 +1046,7 @@ def encode_answers(tokenizer, given: list[tuple[tuple[str, bool], list[int], str
 def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT,
                    surplus: str = "") -> list:
     """Fill in `prompt_ids`; leave out prompts that are empty or too long (--max_prompt_tokens, or what the context
-    leaves beside completions), and say how many. Collective. Raises UserError if none is left, or if the ranks' differ.
+    leaves beside completions), and say how many. Collective. Raises UserError if none is left, or if ranks differ.
 
     problems: Problems or Preferences. what: the flag that they come from, for messages.
     """
@@ -1085,7 +1089,7 @@ def say_left_out(what: str, rows: list, kept: list, which: str) -> list:
 def checksum(items: list, what: str) -> int:
     """A checksum of what a run reads of its Problems or Preferences, in their order. Collective.
 
-    what: the flag that they come from. Raises UserError if the ranks' items differ, or they would wait for each other.
+    what: the flag that they come from. Raises UserError if the ranks' items differ: they would wait for each other.
     """
     total, names = 0, ("answer", "answer_ids", "scores", "margin")
     for item in items:
@@ -1197,16 +1201,16 @@ def prompt_and_answers(row: dict) -> tuple:
     if prompt is not None and not is_prompt(prompt):
         raise ValueError("want a prompt (string or chat messages)")
     if all(isinstance(answer, list) for answer in answers):
-        turns = [[(turn["role"], turn["content"].strip()) for turn in answer] for answer in answers]
-        if any(turn[:-1] != turns[0][:-1] for turn in turns):
+        talks = [[(turn["role"], turn["content"].strip()) for turn in answer] for answer in answers]
+        if any(talk[:-1] != talks[0][:-1] for talk in talks):
             raise ValueError("want conversations that share all but their last turns")
-        if any(turn[-1][0] in ("user", "system") for turn in turns):
+        if any(talk[-1][0] in ("user", "system") for talk in talks):
             raise ValueError("want conversations that end with an answer")
         known = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-        if len(turns[0]) - 1 > len(known):  # a `prompt` may stand beside conversations, and may be one turn of several
+        if len(talks[0]) - 1 > len(known):  # a `prompt` may stand beside conversations, and may be one turn of several
             # A system message that only the prompt or the `system` column has goes in front.
             system = [turn for turn in (known or system_turn(row))[:1]
-                      if turn["role"] == "system" and turns[0][0][0] != "system"]
+                      if turn["role"] == "system" and talks[0][0][0] != "system"]
             prompt = system + answers[0][:-1]
     answers = [answer if isinstance(answer, str) else with_thought(answer[-1]) for answer in answers]
     if prompt is None:  # whole dialogues as text: "Human: hi Assistant: hello" and "Human: hi Assistant: go away"
@@ -1384,14 +1388,14 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
         raise ValueError("no prompt, or a prompt without tokens: there is nothing to condition on")
     if not cache_argument(model) or not model._supports_default_dynamic_cache():  # the latter: RWKV, MiniMax
         raise UserError(f"{type(model).__name__}: its state is no DynamicCache, or its forward method does not name it "
-                        "(past_key_values), so it cannot be sampled from; if it wraps a model (PEFT, DDP), pass that")
+                        "(past_key_values), so it cannot be sampled from; of a wrapper (PEFT, DDP) pass what it wraps")
     prompt_ids, prompt_mask, _ = collate(prompts, [[]] * len(prompts), pad_id, device)  # [P, L]
     N = len(prompts) * group_size
     draw = torch.rand if temperature else torch.zeros  # greedy decoding does not move the random state
-    uniforms = draw(N, max_new_tokens, dtype=torch.float64)  # [N, T], in host memory: it may be over a gigabyte
+    uniforms = draw(N, max_new_tokens, dtype=torch.float64)  # in host memory: it may be over a gigabyte
     ends = torch.tensor(eos_ids(model, tokenizer), device=device)
-    tokens = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)  # [N, T]
-    logprobs = torch.zeros(N, max_new_tokens, device=device, dtype=torch.float32)  # [N, T]
+    tokens = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)
+    logprobs = torch.zeros(N, max_new_tokens, device=device, dtype=torch.float32)
 
     with evaluating(model), gathered(model):
         mine = torch.tensor(my_share(N), dtype=torch.long, device=device)
@@ -1453,18 +1457,21 @@ def cache_argument(model) -> str | None:
     """The name under which the model's forward method takes a DynamicCache; None if its state is something else."""
     if model.config.model_type in ("recurrent_gemma", "xlm", "flaubert", "cpmant"):  # their forward alone does not tell
         return None
-    names = "past_key_values", "cache_params", "cache"  # before transformers 5.24; Mamba's before that; since then
+    names = "past_key_values", "cache_params", "cache"  # up to transformers 5.23; Mamba's then; from 5.24 on
     return next((name for name in names if takes(model, name)), None)
 
 
-# A capture takes 0.03 to 0.1 s on an H200, so a graph has at least this many columns, or all that the cache has, and a
-# graph of no more rows than this is kept until all of them have ended.
+# A capture takes 0.03 to 0.1 s on an H200. So a graph has at least LEAST_COLUMNS columns, or all that the cache has,
+# and one of at most LEAST_ROWS rows is kept until all of them have ended.
 LEAST_COLUMNS, LEAST_ROWS = 256, 16
 
 
 def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, uniforms, temperature):
     """Decode n rows, row i of prompt prompt_of[i] -> (tokens, their log-probs), [n, max_new_tokens] each, arbitrary
     after a row's end.
+
+    prompt_ids, prompt_mask: [P, L]. prompt_of: [n], equal ones adjacent. ends: the EOS ids. uniforms: [n,
+    max_new_tokens].
 
     Each prompt is read once, and its KV cache is copied to the rows of its group. A row that has ended leaves the
     batch, so that short completions cost nothing while the long ones continue. On CUDA, a step replays a captured graph
@@ -1668,7 +1675,7 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
     at 0, the likeliest token, with log-prob 0.
 
     The draw is the first token whose cumulative probability exceeds the uniform number. The cumulative sums are
-    float64, because float32 would round the share of rare tokens away. To sum up the whole vocabulary like that would
+    float64, because float32 would round the share of rare tokens away. Summing the whole vocabulary like that would
     be slow, so it is cut into blocks of 512 tokens: their sums tell in which block the draw falls, and how far into it.
     """
     if temperature == 0:
@@ -1682,14 +1689,14 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
     weights[:, V:] = 0  # the last block may be longer than what is left of the vocabulary
     weights = weights.view(n, -1, size)
     sums = weights.sum(-1).double()  # [n, blocks]
-    below = sums.cumsum(-1)
-    total = below[:, -1:]  # [n, 1]
+    cumulative = sums.cumsum(-1)
+    total = cumulative[:, -1:]  # [n, 1]
     threshold = uniforms[:, None] * total
-    block = torch.searchsorted(below, threshold, right=True).clamp(max=below.shape[1] - 1)  # clamped for NaN logits
-    place = (threshold - F.pad(below, (1, 0)).gather(1, block)) / sums.gather(1, block)  # in the block, 0 to 1
+    block = torch.searchsorted(cumulative, threshold, right=True).clamp(max=sums.shape[1] - 1)  # clamped for NaN logits
+    place = (threshold - F.pad(cumulative, (1, 0)).gather(1, block)) / sums.gather(1, block)  # in the block, 0 to 1
     place = place.clamp(max=1 - 2 ** -53)  # rounding may make it 1, but no cumulative sum exceeds the whole
-    below = weights[torch.arange(n, device=block.device), block[:, 0]].cumsum(-1, dtype=torch.float64)  # [n, size]
-    token = torch.searchsorted(below, place * below[:, -1:], right=True)
+    cumulative = weights[torch.arange(n, device=block.device), block[:, 0]].cumsum(-1, dtype=torch.float64)  # [n, size]
+    token = torch.searchsorted(cumulative, place * cumulative[:, -1:], right=True)
     token = (block * size + token).clamp(max=V - 1)  # [n, 1]
     return token[:, 0], (weights.flatten(1).gather(1, token) / total).log()[:, 0].float()
 
@@ -1721,8 +1728,8 @@ def join_drawn(drawn, pad_id: int):
 # backward of 1.5B parameters a third slower, four times as many 2% faster.)
 HEAD_SLICE = {"cpu": 2 ** 21, "cuda": 2 ** 25}
 # A prefix is read once if that saves more tokens than this, and a fifth of all: the extra pass costs as much. (On an
-# H200, forward and backward of 1.5B parameters take at least 0.13 s, and 0.23 s for 10,000 tokens. To save up to 7,000
-# made both slower; 10,000 is extrapolated.)
+# H200, forward and backward of 1.5B parameters take at least 0.13 s, and 0.23 s for 10,000 tokens. Saving up to
+# 7,000 made both slower; 10,000 is extrapolated.)
 SHARED_TOKENS = {"cpu": 400, "cuda": 10_000}
 
 
@@ -1792,8 +1799,9 @@ def hidden_states(model, input_ids, attention_mask, row, number, logits: bool = 
 
 
 def can_share_prefixes(model) -> bool:
-    """Can one row's KV cache go to others? Recomputing activations switches it off; sliding windows and the like have
-    layers of other kinds. Several ranks would gather every layer twice and hold all its gradients unsharded."""
+    """Can one row's KV cache go to others? Layers that recompute their activations take no cache; sliding windows and
+    the like have layers of other kinds. Several ranks would gather every layer twice and hold all its gradients
+    unsharded."""
     return (world_size() == 1 and model.config._attn_implementation in ("sdpa", "eager")
             and takes(model.base_model, "position_ids") and cache_argument(model.base_model)  # RWKV: neither
             and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
@@ -1864,7 +1872,8 @@ def completion_logprobs(model, input_ids, attention_mask, T, temperature, sliced
 
 
 class SlicedLogprobs(torch.autograd.Function):
-    """Log-probability of the targets y [n], and entropy H [n] of the distributions, from hidden states [n, width].
+    """Log-probability of the targets y [n], and entropy H [n] (not the hidden size here) of the distributions, from
+    hidden states [n, width].
 
     Of the logits `head_logits(config, hidden, *weights)`, [n, V], only `size` columns exist at a time.
 
@@ -1980,8 +1989,8 @@ def scores_at(model, input_ids, attention_mask, row, number):
 
 @torch.no_grad()
 def rollout_values(model, batch, minibatches, max_tokens: int, compute=token_values) -> torch.Tensor:
-    """What `compute` gives for the rows of `minibatches`: [N, T], on every rank, without gradient; 0 elsewhere, or if
-    model is None. batch: a Rollout or Batch.
+    """What `compute(model, input_ids, attention_mask, T)`, [B, T], gives for the rows of `minibatches`: [N, T], on
+    every rank, without gradient; 0 elsewhere, or if model is None. batch: a Rollout or Batch.
 
     With the minibatches of an update, this computes in its very micro-batches, so that in bfloat16 both round alike.
     """
@@ -2037,7 +2046,7 @@ def micro_batches(batch, blocks, max_tokens: int):
         held |= new
         L, T = max(L, widths[0]), max(T, widths[1])
         size = len(held) * (L + T)
-        padding = 1 - sum(held.values()) / len(held) / max(held.values())  # as computed: with rows shifted left
+        padding = 1 - sum(held.values()) / len(held) / max(held.values())  # of the rows as `hidden_states` shifts them
         if not dealt or size > max_tokens / 4 and (size > max_tokens or padding > MAX_PADDING):
             dealt.append([])
             held, (L, T) = new, widths
@@ -2111,8 +2120,9 @@ def load_reward_model(cfg):
 
     A model with the policy's vocabulary and chat template scores the tokens that were sampled. Any other one scores the
     decoded text, through its own. Every completion is read as if it ended with `turn_end`, as the answers do that the
-    model has learned from: it may have been cut, or have ended with another of the policy's ends. (At any other token,
-    one for SmolLM2 scored cut answers higher than good ones.) Like those answers, it is cut where the context ends.
+    model has learned from: it may have been cut, or have ended with another of the policy's ends. (Read at any other
+    token, a reward model for SmolLM2 scored cut answers higher than good ones.) Like those answers, it is cut where the
+    context ends.
     """
     try:
         own = load_tokenizer(cfg.reward, cfg.trust_remote_code)
@@ -2153,9 +2163,9 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     """A rollout's N sequences in another model's tokens, as `encode_preferences` writes answers, all with an end."""
     surplus, lead, end = answer_form(tokenizer)
     of_rows = [row_prompt(problem.row) for problem in problems]
-    prompts = [prompt if isinstance(prompt, list) else problem.prompt  # which has messages as the policy reads them
-               for prompt, problem in zip(of_rows, problems)]
-    if tokenizer.chat_template and not system_prompt:  # named, so that the template is not asked to think
+    # `problem.prompt` has messages as the policy's template wrote them.
+    prompts = [prompt if isinstance(prompt, list) else problem.prompt for prompt, problem in zip(of_rows, problems)]
+    if tokenizer.chat_template and not system_prompt:  # not by default, which would ask the template to think
         system_prompt = SYSTEM_PROMPT
     rendered = [render_prompt(prompt, tokenizer, system_prompt, surplus=surplus) for prompt in prompts]
     # A thought that the policy's prompt has begun is begun here too, unless the text above holds it already.
@@ -2247,10 +2257,10 @@ def evaluate(policy, tokenizer, problems: list[Problem], score, cfg) -> dict[str
 
 # ----------------------------------------------------------------------------------------------------- the run
 
-def warn_without_signal(step: int, signal: torch.Tensor) -> None:
-    """Say so when a step's advantages are all 0 (or dpo.py has no pairs), and what to try: it is no bug, but its
-    rewards teach nothing."""
-    if not signal.any():
+def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
+    """Say so when a step's advantages are all 0 (or it has no pairs: dpo.py passes a 1 for each), and what to try: it
+    is no bug, but its rewards teach nothing."""
+    if not advantages.any():
         say(f"step {step}: its rewards teach nothing, since they are equal within every group (DAPO: no group is both "
             "right and wrong): all advantages are 0, and DPO has no pair. If this goes on: easier or harder problems, "
             "a larger --group_size, a higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin "
@@ -2265,8 +2275,8 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def make_optimizer(model, cfg, betas=(0.9, 0.999)):
     """(AdamW, learning-rate schedule) for a model. Also applies --freeze_layers and --gradient_checkpointing to it.
 
-    Another optimizer may take AdamW's place. Checkpoints keep the state that it has for each parameter, not what it may
-    keep in `param_groups`. A checkpoint that is older than the first update holds what AdamW begins with.
+    Another optimizer may take AdamW's place. Checkpoints keep its state of each parameter, but nothing of its
+    `param_groups`; where no step has made an update yet, they hold AdamW's initial state.
     """
     layers = decoder_layers(model)
     layers[:int(cfg.freeze_layers * len(layers))].requires_grad_(False)
@@ -2331,7 +2341,7 @@ class Run:
         self.failing = False  # set after --max_bad_steps skipped updates in a row
         self.stop_signal = 0
         self.extra = {}  # numbers or tensors of the script's own, under keys set before `start`: checkpoints keep them
-        self.device = setup_device()  # before what may fail on one machine alone: the others notice when it ends
+        self.device = setup_device()  # before what may fail on one machine alone: the others then notice that it ended
         flags = gather_in_order([vars(cfg) | {"output_dir": ""}])  # `start` looks whether the machines share that
         if other := [name for name in flags[0] if any(of_rank.get(name) != flags[0][name] for of_rank in flags)]:
             raise UserError(f"--{other[0]}: another value on another machine; all have to run the same command")
@@ -2403,15 +2413,16 @@ class Run:
         signal.signal(signal.SIGTERM, self.note_signal)
         # A process that a reward function forks inherits these handlers, but Process.terminate() has to end it. (Ctrl-C
         # must not: `ctrl_c_blocked`.) SIGTERM waits until that is set up: `note_signal` would swallow it in the child,
-        # and to leave a Pool would hang, once in some fifty times.
+        # and leaving a Pool would hang about one time in fifty.
         block, unblock = (functools.partial(signal.pthread_sigmask, how, {signal.SIGTERM})
                           for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
         os.register_at_fork(before=block, after_in_parent=unblock,
                             after_in_child=lambda: (signal.signal(signal.SIGTERM, signal.SIG_DFL), unblock()))
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
             mark, lock = from_main_rank(on_main_rank(self.lock_directory)), self.directory / ".lock"
-            self.directory.mkdir(parents=True, exist_ok=True)  # elsewhere if it is not shared; on NFS, looks at it anew
-            # Not on rank 0: to close the file, once more, would give up its lock.
+            # Creates one on a machine that does not share it; on NFS, refreshes what this machine knows of it.
+            self.directory.mkdir(parents=True, exist_ok=True)
+            # Rank 0 does not read the file: closing a second handle on it would give up the lock.
             if not all(gather_in_order([rank() == 0 or lock.exists() and lock.read_bytes() == mark])):
                 raise UserError(f"--output_dir {self.directory}: want a directory that all machines share, since each "
                                 "writes its part of a checkpoint there")
@@ -2429,8 +2440,8 @@ class Run:
                         disable=rank() > 0, dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 30)
 
     def lock_directory(self) -> bytes:
-        """Create OUTPUT_DIR, and refuse it to a second process until this one ends, however it ends. Returns what the
-        lock file then holds: a machine that does not share the directory may have one of an earlier run."""
+        """Create OUTPUT_DIR, and refuse it to a second process until this one ends, however it ends. Returns a new
+        mark that the lock file now holds: a machine that does not share the directory may have an old lock file."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self.lock = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT)
         try:
@@ -2462,8 +2473,8 @@ class Run:
         return log
 
     def note_signal(self, number, frame):
-        """Signal handler: stop after this step. A second signal ends the process at once; but torchrun passes on the
-        one that it gets, also where (as by SLURM) every process got it already."""
+        """Signal handler: stop after this step. A second signal ends the process at once, but not under torchrun, which
+        passes on the one that it gets even where (as by SLURM) every process got it already."""
         self.stop_signal = number
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             signal.signal(number, signal.SIG_DFL)
@@ -2545,7 +2556,7 @@ class Run:
                                  refresh=False)
             self.bar.update(step > 0)
         gap, rounding = metrics.get("sampler_gap", 0.0), 0.1 if self.device.type == "cuda" else 1e-3
-        if gap > rounding and step == 1:  # as NemotronH does in transformers 5.23
+        if gap > rounding and step == 1:  # such as NemotronH's in transformers 5.23
             say(f"step {step}: sampler_gap is {gap:.3f} nats, more than rounding: this model decodes differently from "
                 "how it reads, so its samples are not those of the policy that trains")
         if evaluation := [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval_")]:
@@ -2934,8 +2945,9 @@ _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; 
         | [b-zB-HJ-Z] )\b )
     (?: (?:[A-Z][\w'.-]*|the)[ ]?,?[ ] )+ [a-z']+[ ]?,?[ ] (?: [\w ',.;:/$-] | (?<=[a-z]{2})\^ )*
     """, re.X)
-# The area is 12\pi
-_STATEMENT = re.compile(r"(?!(?:.* (?:is|are|equals) ){2}|.*\b(?:not|never)\b)[A-Z][^=]* (?:is|are|equals) (.+)")
+# The area is 12\pi; The remainder when 10 is divided by 3 is 1
+_STATEMENT = re.compile(r"(?!(?:.* (?:is(?! divided)|are|equals) ){2}|.*\b(?:not|never)\b)"
+                        r"[A-Z][^=]* (?:is|are|equals) (.+)")
 # So, she saved 36 - 15 = 21 dollars: the equation at its end
 _WORKED = re.compile(r"(?!.*\b(?:not|never)\b)[A-Z].*[a-z]{2}(?:[,:]? |=)([-(]?\d[^a-zA-Z=]*=[^=,]*)")
 # words after a number that leave it what it is
@@ -2989,7 +3001,8 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     Where the gold answer is a plain number, the answer has no sum, product, factorial or binomial to work out; and a
     formula that the prompt contains is no answer, unless the gold one is the same formula.
     """
-    bare, asked = map(_bare, (answer, prompt))
+    statement = _STATEMENT.fullmatch(_clean(answer))  # The sum of 57+68 is 125
+    bare, asked = map(_bare, (statement[1] if statement else answer, prompt))
     if re.match(r"[{(*]*[A-E][).:]", bare) and re.sub("[{}*]", "", bare) in re.sub("[{}*]", "", asked):
         return True  # (B) 3/4, one of the choices in the prompt
     numbers = [side for side in bare.split("=") if re.search(r"\d", side)]  # of 57+68=125, the second is worked out
@@ -3005,7 +3018,7 @@ def _bare(text: str) -> str:
     return re.sub(r"\\text|\^\{?\\circ\}?|[\s°]", "", text)
 
 
-_SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
+_TYPED = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
     "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \large \Large \LARGE \huge \! \( \) "
         r"\[ \] \$ $ € £ ₹ ¥ \% % ¢",
     " ": r"\, \: \; \quad \qquad ~ \rm \bf \ ", ",": "; &", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄",
@@ -3018,7 +3031,7 @@ _SPELLINGS = {  # what we write -> the ways in which it is typed; sizes, currenc
     "\\ldots ": r"... \dots \cdots", "\\overline": r"\bar", "\\epsilon": r"\varepsilon", "\\phi": r"\varphi",
     "\\emptyset": r"\varnothing ∅", "\\infty ": "∞", "\\sqrt ": "√", "\\pi ": "π", "\\theta ": "θ", "\\alpha ": "α",
     "\\beta ": "β", "\\lambda ": "λ"}
-_SPELLINGS = {typed: ours for ours, ways in _SPELLINGS.items() for typed in ways.split()}
+_SPELLINGS = {typed: ours for ours, ways in _TYPED.items() for typed in ways.split()}
 # whatever may be such a key; x_1!=2, but not 4!=24
 _SYMBOL = (r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>]=|(?:(?<!\d)|(?<=[_^]\d)|(?<=\b[a-z]\d))!="
            r"|[$%~;&]|[^\x00-\x7f]")
@@ -3267,8 +3280,8 @@ def _split_unit(text: str) -> tuple[str, str]:
 def _close(a, b, error: float = 0.0) -> bool:
     """Equal, or apart only by the rounding of floats: \\sin(\\pi) is not quite 0.
 
-    error: of larger floats that the values are differences of. More than a small share of the values does not count, or
-    e^{99} - e^{99} would be any number.
+    error: how far rounding on the way may have put a and b off. At most a millionth of them counts, or
+    e^{99} - e^{99} + 5 would be any number.
     """
     if _bits(a) and _bits(b):
         return a == b
@@ -3326,7 +3339,7 @@ def _values(text: str) -> tuple[list, float]:
     text = re.sub(r"(?<!\\ln)(?<!\\log)(?<=[a-zA-Z)}]) ?(?=\d+\^)|(?<=\^\d) (?=\d)|(?<=[!i]) ?(?=\d)", "*", text)
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
     tokens, values, letters = [], [], []  # tokens: a stack with the first one on top, and ";" at the bottom
-    floats = [0.0]  # the sizes of all floats on the way; fractions do not round
+    floats = [0.0]  # the sizes of all floats on the way; fractions do not round. (`modulus` is set at the end.)
 
     def accept(token):  # take the next token if it is this one
         return tokens[-1] == token and tokens.pop()
@@ -3334,7 +3347,7 @@ def _values(text: str) -> tuple[list, float]:
     def read(strength):  # an atom and those operators after it that bind more strongly than this
         value = atom()
         while True:
-            floats.append(0.0 if _bits(value) else abs(value))
+            floats.append(abs(value) if not _bits(value) and cmath.isfinite(value) else 0.0)
             if tokens[-1] in _CLOSING or tokens[-1].lstrip("\\")[:1].isalpha():
                 tokens.append("·")  # 2x, 2(x + 1) and x\sin x are products
             binds, apply = _OPERATORS.get(tokens[-1], (0, None))
@@ -3357,10 +3370,10 @@ def _values(text: str) -> tuple[list, float]:
             return value
         if token in _OF_TWO:
             return _OF_TWO[token](atom(), atom())
-        if token == "\\abs":  # |-5| is 5; |x| is neither x nor |x - 3| + 3, though letters stand for positive numbers
+        if token == "\\abs":  # |-5| is 5. Letters stand for positive numbers, but |x| is not x, nor |x| + |y| |x + y|.
             before = len(letters)
             value = abs(atom())
-            return value if len(letters) == before else (98 * value + 1) / 97
+            return value if len(letters) == before else (98 * value + 1) / 97  # so |2x| is not 2|x| either: rare
         if token == "sqrt":
             index = atom() if tokens[-1] == "[" else 2
             return _power(atom(), 1 / index)

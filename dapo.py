@@ -15,9 +15,10 @@ Without flags, the script teaches the built-in tiny model to add, on a CPU, in a
 train real models on your own data, on one GPU or many.
 
 Symbols: π is the policy, π_old the one that sampled, ρ = π/π_old, π_ref the policy before training; o_i is a
-completion, o_{i,t} its token t (π of it: given all before it), |o_i| its number of tokens, R_i its reward.
+completion, o_{i,t} its token t, π(o_{i,t}) that token's probability given all before it; |o_i| is the completion's
+length in tokens, R_i its reward.
 Shapes: P prompts, G completions per prompt, N = P·G (in 1/N: those of one update); T tokens per completion, padded to
-the longest; B rows in a micro-batch, where T is that of its own longest.
+the longest; B rows in a micro-batch, padded only to its own longest.
 """
 import math
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from common import flag, sample, token_logprobs
 
 
 @dataclass
-class Config(common.RunConfig):
+class Config(common.RunConfig):  # which has the flags of every script: --model, --data, --output_dir, …
     steps: int = flag(60, "training steps, each on a new rollout batch")
     prompts_per_step: int = flag(16, "P: prompts per rollout batch (GRPO's paper 1,024/64 = 16, DAPO's 512, Dr. "
                                      "GRPO's code 128)")
@@ -42,12 +43,12 @@ class Config(common.RunConfig):
                                    "of a reward model")
     format_reward: float = flag(0.0, "weight of the extra reward for the form <think>…</think><answer>…</answer>")
     divide_by_std: bool = flag(True, "advantage (R − mean) / std, as in the paper; --no_divide_by_std: R − mean")
-    dynamic_sampling: bool = flag(True, "sample until P groups are both right and wrong; --no_dynamic_sampling: any P")
-    max_generation_batches: int = flag(10, "limit on the rollouts of a step, which then trains on the groups it has")
+    dynamic_sampling: bool = flag(True, "sample until P groups are mixed, right and wrong; --no_dynamic_sampling: P")
+    max_generation_batches: int = flag(10, "most rollouts of a step; after these, it trains on the groups it has")
     overlong_buffer: int = flag(8, "length is penalized from this many tokens before the cut (paper: 4,096); 0: never")
     overlong_filtering: bool = flag(False, "leave truncated completions out of the loss, but not out of their group")
     loss_average: Literal["token", "prompt", "sequence"] = flag(
-        "token", "mean over all tokens, or first over those of each prompt (eq. 12) or of each completion (GRPO)")
+        "token", "mean over all tokens; or over each prompt's (eq. 12) or each completion's (GRPO), then over these")
     minibatches: int = flag(1, "minibatches per rollout batch, an optimizer step each (GRPO's paper 1, DAPO's 16, "
                                "Dr. GRPO's code 8)")
     updates_per_batch: int = flag(1, "μ: passes over a rollout batch, always in the same minibatches (paper: 1)")
@@ -66,7 +67,7 @@ def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch
     rewards = 1.0 * rewards  # they may be bool or int
     rewards = rewards - rewards[:, :1]  # equal rewards are exactly 0 from here on, whatever their mean would round to
     mean = rewards.mean(dim=1, keepdim=True)
-    std = rewards.std(dim=1, keepdim=True, correction=min(1, rewards.shape[1] - 1))  # sample std (n − 1)
+    std = rewards.std(dim=1, keepdim=True, correction=min(1, rewards.shape[1] - 1))  # sample std (n − 1); of one, 0
     return (rewards - mean) / (std + 1e-6) if divide_by_std else rewards - mean
 
 
@@ -80,16 +81,16 @@ def informative_groups(correct: torch.Tensor) -> torch.Tensor:
     return correct.any(dim=1) & ~correct.all(dim=1)
 
 
-def dynamic_sampling(roll_out, num_prompts: int, max_generation_batches: int):
+def dynamic_sampling(draw, num_prompts: int, max_generation_batches: int):
     """Roll out until `num_prompts` groups are informative, but at most `max_generation_batches` times.
 
-    roll_out(P) returns (batch, rollout, rewards [P, G], correct [P, G]). After the first call, P is as many prompts as
+    draw(P) returns (batch, rollout, rewards [P, G], correct [P, G]). After the first call, P is as many prompts as
     should yield the groups still missing, but at most num_prompts. Returns the list of all these rollouts, and the
     groups to train on, numbered through that list. Groups beyond num_prompts are lost: the next step has a new policy.
     """
     drawn, wanted = [], num_prompts
     for _ in range(max_generation_batches):
-        drawn.append(roll_out(wanted))
+        drawn.append(draw(wanted))
         informative = torch.cat([informative_groups(correct) for *_, correct in drawn])
         found = int(informative.sum())
         if found >= num_prompts:
@@ -111,8 +112,8 @@ def token_weights(mask: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 def unit_token_weights(mask: torch.Tensor, size: int, num_sequences: int) -> torch.Tensor:
-    """--loss_average prompt or sequence: a mean over the tokens of each `size` adjacent rows, then over these units
-    (also those that filtering has left without tokens). With size 1, these are grpo.py's weights."""
+    """--loss_average prompt or sequence: a mean over the tokens of each unit of `size` adjacent rows, then over
+    units (also those that filtering has left without tokens). With size 1, these are grpo.py's weights."""
     num_tokens = mask.sum(dim=1).view(-1, size).sum(dim=1).repeat_interleave(size)  # [N], of each row's unit
     return mask / num_tokens[:, None].clamp(min=1) * size / num_sequences
 
@@ -143,15 +144,15 @@ def main(cfg: Config) -> None:
     eval_problems = common.encode_prompts(eval_problems, tokenizer, cfg, "--eval_data")
     data = common.Shuffled(common.encode_prompts(problems, tokenizer, cfg, "--data"), cfg.seed)
 
-    run.start(data, policy=(policy, optimizer, schedule))
+    run.start(data, policy=(policy, optimizer, schedule))  # what a checkpoint holds, and --resume restores
     if run.next_step == 0:  # step 0: evaluate before training
         run.end_step(0, common.evaluate(policy, tokenizer, eval_problems, score, cfg))
 
     for step in run.steps():
-        meter = common.Meter()
+        meter = common.Meter()  # weighted means, over micro-batches and ranks
 
         # 1. Roll out, G completions for each prompt, and 2. score them, until P groups are informative.
-        def roll_out(num_prompts):
+        def draw(num_prompts):
             batch = data.next(num_prompts)
             rollout = sample(policy, tokenizer, [problem.prompt_ids for problem in batch], cfg.group_size,
                              cfg.max_new_tokens, cfg.temperature)
@@ -159,11 +160,11 @@ def main(cfg: Config) -> None:
             return batch, rollout, rewards, correct
 
         if cfg.dynamic_sampling:
-            drawn, groups = dynamic_sampling(roll_out, cfg.prompts_per_step, cfg.max_generation_batches)
+            drawn, groups = dynamic_sampling(draw, cfg.prompts_per_step, cfg.max_generation_batches)
         else:
-            drawn, groups = [roll_out(cfg.prompts_per_step)], torch.arange(cfg.prompts_per_step)
-        batch, rollout, rewards, correct = common.join_drawn(drawn, tokenizer.pad_token_id)  # P counts all drawn now
-        del drawn  # join_drawn has copied it
+            drawn, groups = [draw(cfg.prompts_per_step)], torch.arange(cfg.prompts_per_step)
+        batch, rollout, rewards, correct = common.join_drawn(drawn, tokenizer.pad_token_id)  # now P = len(batch)
+        del drawn  # frees memory: join_drawn has copied it
         found = int(informative_groups(correct).sum())
         if len(groups) < cfg.prompts_per_step:
             common.say(f"step {step}: {found} of {len(batch)} groups are informative, {cfg.prompts_per_step} wanted")
@@ -182,11 +183,11 @@ def main(cfg: Config) -> None:
         count = math.ceil(cfg.minibatches * len(groups) / cfg.prompts_per_step)  # with fewer groups, fewer minibatches
         minibatches = order.tensor_split(count) if count > 0 else ()
         # At update 0 the policy is still the one that sampled: that update records its own log-probs as the old ones.
-        # Only the later minibatches need a forward pass for theirs. (Until then, the first one's rows hold 0.)
+        # Only the later minibatches need a forward pass for theirs. (Until update 0, the first one's rows hold 0.)
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
 
-        for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):  # the tuple, μ times
+        for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):  # all of them, μ times over
             if cfg.loss_average == "token":
                 weights = token_weights(loss_mask, int(loss_mask[minibatch].sum()))  # [N, T]; only its rows are read
             else:  # a minibatch may hold a part of a group; the tokens of the whole group count
@@ -212,7 +213,7 @@ def main(cfg: Config) -> None:
         # 5. Log.
         metrics = {
             "loss": 0.0, "grad_norm": 0.0, "clip_fraction": math.nan, "entropy": math.nan, "sampler_gap": math.nan,
-            "lr": schedule.get_last_lr()[0],  # these stay if no update is made
+            "lr": schedule.get_last_lr()[0],  # these six stay if no update is made
             "kept_fraction": found / len(batch), "wasted_groups": max(0, found - cfg.prompts_per_step),
             "sampled_tokens": int(rollout.lengths.sum()),
             "reward": rewards.mean().item(),

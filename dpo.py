@@ -3,8 +3,8 @@
     minimize  −log σ(β (Δ_policy − Δ_reference)),  Δ = log π(y⁺|x) − log π(y⁻|x),  mean over pairs         (eq. 7)
     gradient  −β (1 − σ(β(Δ_policy − Δ_reference))) (∇log π(y⁺|x) − ∇log π(y⁻|x))                          (section 4)
 
-There is no reward model and no sampling: β·log(π/π_ref) is an implicit reward. In the gradient, the probability 1 − σ
-that this reward gives to the wrong order of a pair plays the part of an advantage.
+There is no reward model and, without --on_policy, no sampling: β·log(π/π_ref) is an implicit reward. In the gradient,
+the probability 1 − σ that this reward gives to a pair's wrong order plays the part of an advantage.
 
 --reference_free drops Δ_reference. --label_smoothing makes it conservative DPO. --on_policy samples two answers to each
 prompt and lets --reward pick the better one.
@@ -27,7 +27,7 @@ from common import flag, sample, token_logprobs
 
 
 @dataclass
-class Config(common.RunConfig):
+class Config(common.RunConfig):  # which has the flags of every script: --model, --data, --output_dir, …
     steps: int = flag(60, "training steps, one update each")
     pairs_per_step: int = flag(64, "pairs per step (paper: 64); --on_policy: prompts (equal rewards make no pair)")
     max_completion_tokens: int = flag(1024, "longer answers are cut off here, and then have no EOS")
@@ -116,22 +116,23 @@ def main(cfg: Config) -> None:
         items = [pair for ranking in rankings for pair in ranking.split()]
     data = common.Shuffled(items, cfg.seed)
 
-    # The reference is the policy before its first update. So its log-probs of given answers are computed here, once,
-    # and no second model stays in memory. (Sampled answers do not exist yet, so --on_policy keeps the reference.)
+    # The reference is the policy before its first update. So its log-probs of given answers are computed here, once
+    # (before run.start, which with --resume loads a later policy), and no second model stays in memory. With --on_policy
+    # there are no answers yet, so it keeps the reference.
     if not cfg.on_policy:
         if not cfg.reference_free:
             common.say("computing the reference's log-probs")  # of many pairs, this takes long
-        for preferences in (data.first(cfg.steps * cfg.pairs_per_step), eval_preferences):
+        for preferences in (data.first(cfg.steps * cfg.pairs_per_step), eval_preferences):  # all it reads
             logprobs = answer_logprobs(None if cfg.reference_free else policy, tokenizer, preferences, cfg, run.device)
             for preference, ref_logprobs in zip(preferences, logprobs):
                 preference.ref_logprobs = ref_logprobs
 
-    run.start(data, policy=(policy, optimizer, schedule))
+    run.start(data, policy=(policy, optimizer, schedule))  # what a checkpoint holds, and --resume restores
     if run.next_step == 0:  # step 0: evaluate before training
         run.end_step(0, evaluate(policy, tokenizer, eval_preferences, eval_problems, score, cfg, run.device))
 
     for step in run.steps():
-        meter = common.Meter()
+        meter = common.Meter()  # weighted means, over micro-batches and ranks
 
         # 1. The step's pairs, given or sampled, and their log-probs under the reference.
         drawn = data.next(cfg.pairs_per_step)
@@ -153,7 +154,7 @@ def main(cfg: Config) -> None:
                 "ties": len(drawn) - len(pairs),
                 "sampled_tokens": int(batch.lengths.sum())}
         else:
-            # The block of rows that answer one prompt is here a pair: [chosen row, rejected row].
+            # Here a block, the rows that answer one prompt, is a pair: [chosen row, rejected row].
             batch, pairs, _ = common.collate_preferences(drawn, tokenizer.pad_token_id, run.device)
             ref_logprobs = torch.cat([pair.ref_logprobs for pair in drawn])  # [N]
             metrics = {}
@@ -173,14 +174,14 @@ def main(cfg: Config) -> None:
             loss.backward()
             total_loss += loss.detach()
             meter.add(count, **stats)
-        common.warn_without_signal(step, torch.ones(len(pairs)))
+        common.warn_without_signal(step, torch.ones(len(pairs)))  # warns if there is no pair
         if pairs:
             meter.add(1, **run.optimizer_step(policy, optimizer, schedule, total_loss))
 
         # 3. Log.
         metrics = {
             "loss": 0.0, "grad_norm": 0.0, "pair_accuracy": math.nan, "margin": math.nan,
-            "lr": schedule.get_last_lr()[0],  # these stay if all pairs tie
+            "lr": schedule.get_last_lr()[0],  # these five stay if all pairs tie
             **metrics, **meter.means(), **run.timing(batch.attention_mask.sum())}
 
         # 4. Evaluate and save.

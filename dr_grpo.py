@@ -10,9 +10,10 @@ Without flags, the script teaches the built-in tiny model to add, on a CPU, in a
 train real models on your own data, on one GPU or many.
 
 Symbols: π is the policy, π_old the one that sampled, ρ = π/π_old, π_ref the policy before training; o_i is a
-completion, o_{i,t} its token t (π of it: given all before it), |o_i| its number of tokens, R_i its reward.
+completion, o_{i,t} its token t, π(o_{i,t}) that token's probability given all before it; |o_i| is the completion's
+length in tokens, R_i its reward.
 Shapes: P prompts, G completions per prompt, N = P·G (in 1/N: those of one update); T tokens per completion, padded to
-the longest; B rows in a micro-batch, where T is that of its own longest.
+the longest; B rows in a micro-batch, padded only to its own longest.
 """
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from common import flag, sample, token_logprobs
 
 
 @dataclass
-class Config(common.RunConfig):
+class Config(common.RunConfig):  # which has the flags of every script: --model, --data, --output_dir, …
     steps: int = flag(60, "training steps, each on a new rollout batch")
     prompts_per_step: int = flag(16, "P: prompts per rollout batch (GRPO's paper 1,024/64 = 16, DAPO's 512, Dr. "
                                      "GRPO's code 128)")
@@ -88,12 +89,12 @@ def main(cfg: Config) -> None:
     eval_problems = common.encode_prompts(eval_problems, tokenizer, cfg, "--eval_data")
     data = common.Shuffled(common.encode_prompts(problems, tokenizer, cfg, "--data"), cfg.seed)
 
-    run.start(data, policy=(policy, optimizer, schedule))
+    run.start(data, policy=(policy, optimizer, schedule))  # what a checkpoint holds, and --resume restores
     if run.next_step == 0:  # step 0: evaluate before training
         run.end_step(0, common.evaluate(policy, tokenizer, eval_problems, score, cfg))
 
     for step in run.steps():
-        meter = common.Meter()
+        meter = common.Meter()  # weighted means, over micro-batches and ranks
 
         # 1. Roll out: G completions for each of P prompts.
         batch = data.next(cfg.prompts_per_step)
@@ -110,11 +111,11 @@ def main(cfg: Config) -> None:
         # 4. Update. Weights are relative to the whole minibatch, so the gradients of its micro-batches just add up.
         minibatches = torch.randperm(len(advantages)).tensor_split(cfg.minibatches)  # shuffled row numbers
         # At update 0 the policy is still the one that sampled: that update records its own log-probs as the old ones.
-        # Only the later minibatches need a forward pass for theirs. (Until then, the first one's rows hold 0.)
+        # Only the later minibatches need a forward pass for theirs. (Until update 0, the first one's rows hold 0.)
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
 
-        for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):  # the tuple, μ times
+        for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):  # all of them, μ times over
             weights = token_weights(rollout.mask, len(minibatch), cfg.max_new_tokens)  # [N, T]; only its rows are read
             total_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):

@@ -7,17 +7,19 @@ arXiv:2203.02155; details from "The N+ Implementation Details of RLHF with PPO",
               r_{i,t} = −β·log(π_old/π_ref), plus the completion's score at its last token        (InstructGPT eq. 2)
     minimize  1/Σ|o_j| Σ_{i,t}  ½ max((V − V̂)², (clip(V, V_old ± ε_v) − V̂)²),   V̂ = Â + V_old  (N+)
 
-The critic V is a second network: before each token, it predicts the sum of the rewards still to come. GRPO has none and
-compares whole completions instead. For the policy's loss, though not for V̂, Â is whitened over each minibatch.
+The critic V is a second network: before each token, it predicts the sum of the rewards still to come. V_old is what it
+said before the rollout's first update, and so is the V in δ. GRPO has no critic and compares whole completions instead.
+For the policy's loss, though not for V̂, Â is whitened (scaled to mean 0, standard deviation 1) over each minibatch.
 
 Without flags, the script teaches the built-in tiny model to add, on a CPU, in about a minute. README.md shows how to
 train real models on your own data, on one GPU or many.
 With --reward runs/reward_model/model, the scores come from the model that reward_model.py has saved.
 
 Symbols: π is the policy, π_old the one that sampled, ρ = π/π_old, π_ref the policy before training; o_i is a
-completion, o_{i,t} its token t (π of it: given all before it), |o_i| its number of tokens.
+completion, o_{i,t} its token t, π(o_{i,t}) that token's probability given all before it; |o_i| is the completion's
+length in tokens.
 Shapes: N prompts with one completion each; T tokens per completion, padded to the longest; B rows in a micro-batch,
-where T is that of its own longest.
+padded only to its own longest.
 """
 import dataclasses
 import math
@@ -31,7 +33,7 @@ from common import flag, sample, token_logprobs, token_values
 
 
 @dataclass
-class Config(common.RunConfig):
+class Config(common.RunConfig):  # which has the flags of every script: --model, --data, --output_dir, …
     steps: int = flag(15, "training steps, each on a new rollout batch")
     prompts_per_step: int = flag(256, "N: prompts per rollout batch, one completion each (N+, arXiv:2403.17031: 512)")
     max_new_tokens: int = flag(40, "completions are cut off after this many tokens (N+: 53)")
@@ -153,7 +155,7 @@ def load_value_model(cfg: Config, device, tokenizer):
     """The critic. It starts from the reward model, if --reward names one with the policy's vocabulary, else the policy.
 
     Its head starts at zero, so that the first advantages are sums of rewards, discounted by γλ, without noise. N+ keeps
-    the reward model's head instead; but that has only read whole completions, and its scores include `reward_shift`.
+    the reward model's head instead; but that has only read whole completions, and its scores are off by `reward_shift`.
     """
     name = common.model_name(cfg)
     if common.is_reward_model(cfg.reward):
@@ -199,20 +201,20 @@ def main(cfg: Config) -> None:
     score = common.load_reward(dataclasses.replace(cfg, format_reward=0.0))  # "2. Score" adds it
     problems, eval_problems = common.read_train_and_eval(cfg)
     policy, tokenizer = common.load_policy(cfg, run.device)
-    reference = common.load_reference(cfg, run.device) if cfg.kl_coef > 0 else None  # None: its log-probs count as 0
+    reference = common.load_reference(cfg, run.device) if cfg.kl_coef > 0 else None  # None: its log-probs are then 0
     value_model = load_value_model(cfg, run.device, tokenizer)
     optimizer, schedule = common.make_optimizer(policy, cfg)
     value_optimizer, value_schedule = common.make_optimizer(value_model, dataclasses.replace(cfg, lr=cfg.value_lr))
     eval_problems = common.encode_prompts(eval_problems, tokenizer, cfg, "--eval_data")
     data = common.Shuffled(common.encode_prompts(problems, tokenizer, cfg, "--data"), cfg.seed)
 
-    run.extra = {"kl_coef": cfg.kl_coef, "score_mean": 0.0, "score_std": 1.0}  # --resume brings them back
+    run.extra = {"kl_coef": cfg.kl_coef, "score_mean": 0.0, "score_std": 1.0}  # a checkpoint holds these and all below
     run.start(data, policy=(policy, optimizer, schedule), value=(value_model, value_optimizer, value_schedule))
     if run.next_step == 0:  # step 0: evaluate before training
         run.end_step(0, common.evaluate(policy, tokenizer, eval_problems, score, cfg))
 
     for step in run.steps():
-        meter = common.Meter()
+        meter = common.Meter()  # weighted means, over micro-batches and ranks
         kl_coef = run.extra["kl_coef"]
 
         # 1. Roll out: one completion for each of N prompts.
@@ -235,10 +237,10 @@ def main(cfg: Config) -> None:
             limited = rewards.clamp(max=float(cfg.missing_eos_score))
             rewards = rewards.where(rollout.finished[:, None], limited)
 
-        # 3. Advantages: compare the rewards that follow each token with the critic's prediction, and whiten.
+        # 3. Advantages: compare the rewards from each token on with the critic's prediction, and whiten.
         minibatches = torch.randperm(len(rollout.mask)).tensor_split(cfg.minibatches)  # shuffled row numbers
         old_logprobs = common.rollout_logprobs(
-            policy, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
+            policy, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)  # [N, T]; of all, for token_rewards
         ref_logprobs = common.rollout_logprobs(reference, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)
         old_values = common.rollout_values(value_model, rollout, minibatches, cfg.micro_batch_tokens)  # [N, T]
         shaped_rewards = token_rewards(rewards[:, 0], old_logprobs, ref_logprobs, rollout.mask, kl_coef)  # [N, T]
@@ -247,7 +249,7 @@ def main(cfg: Config) -> None:
             advantages[minibatch] = whiten(advantages[minibatch], rollout.mask[minibatch])
 
         # 4. Update. Weights are relative to the whole minibatch, so the gradients of its micro-batches just add up.
-        for minibatch in minibatches * cfg.updates_per_batch:  # the tuple, repeated
+        for minibatch in minibatches * cfg.updates_per_batch:  # all of them, so many times over
             weights = token_weights(rollout.mask, int(rollout.mask[minibatch].sum()))  # [N, T]; only its rows are read
             total_loss = torch.zeros((), device=run.device)
             total_value_loss = torch.zeros((), device=run.device)
@@ -273,8 +275,8 @@ def main(cfg: Config) -> None:
                 mask = rollout.mask[rows, :T]
                 meter.add(mask.sum(), entropy=common.masked_mean(entropy, mask), **stats, **value_stats)
             meter.add(1, **run.optimizer_step(policy, optimizer, schedule, total_loss))
-            of_critic = run.optimizer_step(value_model, value_optimizer, value_schedule, total_value_loss)
-            meter.add(1, **{f"value_{name}": value for name, value in of_critic.items()})
+            critic_metrics = run.optimizer_step(value_model, value_optimizer, value_schedule, total_value_loss)
+            meter.add(1, **{f"value_{name}": value for name, value in critic_metrics.items()})
         if cfg.kl_target > 0:
             kl = (old_logprobs - ref_logprobs).where(rollout.mask, 0.0).sum(dim=1).mean()  # nats per completion
             run.extra["kl_coef"] = adapted_kl_coef(kl_coef, kl.item(), cfg.kl_target)

@@ -2,12 +2,12 @@
 arXiv:2307.09288):
 
     minimize  −log σ(r(x, y⁺) − r(x, y⁻) − margin)                 mean over pairs          (Llama 2 eq. 2)
-    ranking   −1/(K(K−1)/2) Σ_{i<j} log σ(r(x, y_i) − r(x, y_j))   all pairs of K answers   (InstructGPT eq. 1)
+    ranking   −1/(K(K−1)/2) Σ_{i<j} log σ(r(x, y_i) − r(x, y_j))   `ranking_loss` alone     (InstructGPT eq. 1)
     centring  + c·(r(x, y⁺) + r(x, y⁻))²                           mean over pairs          (arXiv:2312.09244)
 
-r is a language model with a scalar head, read at the last token; it reads each answer of a ranking once. All pairs of
-an update weigh the same, so a long ranking counts for more than a short one; InstructGPT gives every ranking the same
-weight.
+r is a language model with a scalar head, read at the last token; it reads each answer of a ranking once. In `main` all
+pairs of an update weigh the same, so a long ranking counts for more than a short one. By InstructGPT's eq. 1
+(`ranking_loss`, which `main` does not call) every ranking counts the same.
 
 Without flags, the script trains a reward model for additions, from answers that the verifier has ranked. README.md
 shows how to train real models on your own data, on one GPU or many. ppo.py takes OUTPUT_DIR/model as --reward.
@@ -27,7 +27,7 @@ from common import flag
 
 
 @dataclass
-class Config(common.RunConfig):
+class Config(common.RunConfig):  # which has the flags of every script: --model, --data, --output_dir, …
     steps: int = flag(1000, "training steps, one update each")
     pairs_per_step: int = flag(32, "pairs per step, or rankings with all their pairs (InstructGPT: 64)")
     max_completion_tokens: int = flag(1024, "longer answers are cut off here")
@@ -53,8 +53,8 @@ def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.
 def ranking_loss(rewards: torch.Tensor):
     """Mean of −log σ(r_i − r_j) over all K(K−1)/2 pairs i < j of each row of scores [B, K]. Returns (loss, stats).
 
-    Answers stand best first, and do not tie. `main` does not call this: its rankings may have ties and be of different
-    lengths, so it passes all their pairs to `preference_loss`.
+    Answers stand best first, and do not tie. The rankings of `main` may tie and differ in length: it passes all their
+    pairs to `preference_loss`.
     """
     better, worse = torch.triu_indices(rewards.shape[1], rewards.shape[1], offset=1, device=rewards.device)
     return preference_loss(rewards[:, better].flatten(), rewards[:, worse].flatten())
@@ -68,7 +68,7 @@ def calibration_error(differences: torch.Tensor, bins: int = 10) -> float:
     """
     confidence = torch.sigmoid(differences.abs())  # 0.5 to 1
     right = torch.heaviside(differences, differences.new_tensor(0.5))  # a tie is half right
-    bin_of = ((confidence - 0.5) * 2 * bins).long().clamp(0, bins - 1)  # NaN: any bin, and a sum of NaN
+    bin_of = ((confidence - 0.5) * 2 * bins).long().clamp(0, bins - 1)  # NaN: any bin; the sum is then NaN
     gaps = differences.new_zeros(bins).index_add(0, bin_of, confidence - right)  # size of the bin times its gap
     return float(gaps.abs().sum() / len(differences))
 
@@ -113,15 +113,16 @@ def main(cfg: Config) -> None:
     model, tokenizer = common.load_policy(cfg, run.device, cls=AutoModelForSequenceClassification, num_labels=1)
     scale_fresh_head(model)
     optimizer, schedule = common.make_optimizer(model, cfg, betas=(0.9, 0.95))  # as in InstructGPT
+    # ended: a cut answer gets its end token all the same, since --reward reads the score there
     eval_preferences = common.encode_preferences(eval_preferences, tokenizer, cfg, "--eval_data", ended=True)
     data = common.Shuffled(common.encode_preferences(preferences, tokenizer, cfg, "--data", ended=True), cfg.seed)
 
-    run.start(data, model=(model, optimizer, schedule))
+    run.start(data, model=(model, optimizer, schedule))  # what a checkpoint holds, and --resume restores
     if run.next_step == 0:  # step 0: evaluate before training
         run.end_step(0, evaluate(model, tokenizer, eval_preferences, cfg, run.device))
 
     for step in run.steps():
-        meter = common.Meter()
+        meter = common.Meter()  # weighted means, over micro-batches and ranks
 
         # 1. The step's answers, a row each, and their pairs; blocks are the rows that answer one prompt.
         drawn = data.next(cfg.pairs_per_step)
@@ -153,8 +154,8 @@ def main(cfg: Config) -> None:
             metrics |= evaluate(model, tokenizer, eval_preferences, cfg, run.device)
         run.end_step(step, metrics)
 
-    # Differences of scores mean something, their zero does not: put it at the mean chosen answer. The head has no bias
-    # to hold that shift, so model/config.json keeps it, and --reward subtracts it.
+    # Only differences of scores have a meaning, so their zero is put at the mean score of the best answers. The head
+    # has no bias to hold this shift: model/config.json keeps it, and --reward subtracts it.
     best_scores = [scores[0] for scores in answer_scores(model, tokenizer, data.first(2000), cfg, run.device)]
     model.config.reward_shift = torch.stack(best_scores).mean().item()
     model.config.pad_token_id = common.pad_unlike_eos(tokenizer)
