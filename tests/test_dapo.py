@@ -11,8 +11,8 @@ import common
 import dapo
 import grpo
 from helpers import (ROOT, assert_metrics, assert_same_gradient, assert_same_weights, begin_with, is_right,
-                     load_tiny_model, on_few_problems, plain_finished, plain_logprobs, plain_update, random_model,
-                     read_metrics, record_run, run_script)
+                     load_tiny_model, on_few_problems, plain_entropies, plain_finished, plain_logprobs, plain_update,
+                     random_model, read_metrics, record_run, run_script)
 
 
 def test_the_diff_to_grpo_is_short():
@@ -220,7 +220,7 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
         lengths = torch.tensor([int(rollout.lengths[i]) for rollout, i in drawn])
         finished = torch.cat([plain_finished(rollout) for rollout in step.rollouts])
         right = torch.tensor([float(is_right(*one)) for one in drawn])
-        rewards = 2 * right - 1 - (lengths - 17).clamp(min=0) / 4  # eq. 7 and 13
+        rewards = 2 * right - 1 - (lengths - 17).clamp(min=0) / 4  # eq. 7 and 13; 17 = L_max − L_cache = 21 − 4
         groups = rewards.view(-1, 4)  # one row per prompt
         advantages = groups - groups.mean(1, keepdim=True)
         if "--no_divide_by_std" not in switches:
@@ -232,7 +232,7 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
         trained = lengths * finished if "--overlong_filtering" in switches else lengths  # tokens in the loss
         with torch.no_grad():
             old = {i: plain_logprobs(policy, *drawn[i], 1.3) for i in kept}
-        updates, clipped = [], []
+        updates, clipped, entropies = [], [], []
         for minibatch in torch.tensor(kept)[step.orders[0]].tensor_split(2) * 2:
             loss = 0
             tokens = Counter()  # tokens in the loss, per unit
@@ -245,12 +245,14 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
                 objective = torch.min(unclipped, bounded).sum() / tokens[unit_of(i)] / len(tokens)  # eq. 8
                 loss = loss - objective * len(rows) / len(minibatch)  # so that the minibatches' mean is eq. 12
                 clipped.append(bounded < unclipped)
+                entropies.append(plain_entropies(policy, *drawn[i], 1.3).detach())
             updates.append(plain_update(optimizer, loss, 2e-4, 0.5))
         assert step.updates == [pytest.approx(update, rel=2e-3, abs=1e-5) for update in updates]
         assert_metrics(step, updates, {
             "reward": rewards.mean(), "accuracy": right.mean(), "clip_fraction": torch.cat(clipped).float().mean(),
             "kept_fraction": len(mixed) / len(groups), "wasted_groups": max(0, len(mixed) - 6),
-            "sampled_tokens": lengths.sum(), "truncated_fraction": (~finished).float().mean()})
+            "sampled_tokens": lengths.sum(), "entropy": torch.cat(entropies).mean(),
+            "truncated_fraction": (~finished).float().mean()})
     assert_same_weights(tmp_path / "run", policy)
     assert any(step.metrics["clip_fraction"] > 0 for step in steps)  # ε was small enough to clip
     assert any(len(step.rollouts) > 1 for step in steps) or "--no_dynamic_sampling" in switches
@@ -258,7 +260,8 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
 
 @pytest.mark.parametrize("minibatches", [4, 3])
 def test_few_rows_make_few_updates(minibatches, tmp_path, monkeypatch):
-    """With fewer groups than asked for, there are fewer minibatches, of about the usual size: two rows, or 8/3.
+    """With fewer groups than asked for, there are fewer minibatches, of about the usual size: 4·2/4 = 2 rows, or
+    4·2/3 = 8/3.
 
     Their number is rounded up: a group alone makes one update, and not none.
     """
@@ -309,13 +312,6 @@ def test_the_units_of_the_loss_average(average, size, tmp_path, monkeypatch):
 
 
 def test_dynamic_sampling_counts_the_share_over_all_that_was_drawn():
-    """5 of 10 are informative, then 4 of 10: at a rate of 9/20, the one still missing takes three prompts."""
-    asked, kinds = [], "m" * 5 + "1" * 5 + "m" * 4 + "1" * 6 + "m" * 9
-
-    def roll_out(count):
-        first = sum(asked)
-        asked.append(count)
-        correct = torch.tensor([[True, kind == "1"] for kind in kinds[first:first + count]])
-        return None, None, correct.float(), correct
-
-    assert len(dapo.dynamic_sampling(roll_out, 10, 5)[1]) == 10 and asked == [10, 10, 3]
+    """5 of 10 are informative, then 2 of 10: at a rate of 7/20, the three missing take 3·20/7 = 8.6, so 9 prompts."""
+    roll_out, asked = fake_sampler("m" * 5 + "1" * 5 + "m" * 2 + "1" * 8 + "m" * 9)
+    assert len(dapo.dynamic_sampling(roll_out, 10, 5)[1]) == 10 and asked == [10, 10, 9]

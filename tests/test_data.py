@@ -233,10 +233,18 @@ def test_a_classifier_without_a_scalar_head(tmp_path):
         common.load_model(str(tmp_path), cpu, cls=common.AutoModelForSequenceClassification)
 
 
+def test_a_frozen_model_is_held_in_the_dtype_it_computes_in(tmp_path, monkeypatch):
+    random_model("Qwen2")[0].save_pretrained(tmp_path)
+    monkeypatch.setattr(common, "compute_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(common, "shard", lambda model, device: model)
+    for trainable, dtype in ((False, torch.bfloat16), (True, torch.float32)):
+        assert common.load_model(str(tmp_path), torch.device("cpu"), trainable).dtype == dtype
+
+
 def test_the_layers_of_a_model_that_also_sees():
     model, _ = random_model("Qwen2")
-    model.model.vision = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(5))
-    assert common.decoder_layers(model) is model.model.layers
+    vision = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(5))
+    assert common.decoder_layers(torch.nn.ModuleDict({"vision": vision, "text": model})) is model.model.layers
 
 
 def test_a_tokenizer_without_an_end(tmp_path):

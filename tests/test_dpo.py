@@ -119,9 +119,10 @@ def test_every_update_is_that_of_the_plain_algorithm(reference_free, tmp_path, m
 
     The held-out pairs are the other way round, so they cannot be mistaken for those that are trained on.
     """
+    monkeypatch.setattr(common, "load_reference", None)  # no second model
     draw, path, held_out = random.Random(0), tmp_path / "pairs.jsonl", tmp_path / "held_out.jsonl"
     rows = [{"prompt": row["prompt"], "chosen": common.worked_answer(row["prompt"], draw, 0, 0),
-             "rejected": common.worked_answer(row["prompt"], draw, 0, 1)}
+             "rejected": common.worked_answer(row["prompt"], draw, 0, 1), "margin": 2}  # whose size is ignored
             for row in common.arithmetic_rows(2, "train")[:8]]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     others = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows[:5]]
@@ -354,3 +355,17 @@ def test_before_the_first_update_all_held_out_pairs_tie(job, tmp_path, monkeypat
     monkeypatch.setattr(common, "AT_ONCE", 7)  # several collations
     run_script("dpo.py", "--steps", 1, "--pairs_per_step", 2, "--lr", 0, "--output_dir", tmp_path / "run")
     assert [line["eval_pair_accuracy"] for line in read_metrics(tmp_path / "run")] == [0.5, 0.5]
+
+
+def test_on_policy_the_higher_of_two_rewards_above_0_is_chosen(tmp_path, monkeypatch):
+    """Both answers count as correct, since 1 + their length is above 0: the longer one is chosen."""
+    (tmp_path / "reward.py").write_text("def f(prompt, completion, row): return 1 + len(completion)\n")
+    [step] = record_run(monkeypatch, "dpo.py", tmp_path / "run", "--on_policy", "--steps", 1, "--pairs_per_step", 8,
+                        "--temperature", 1.3, "--reward", f"{tmp_path / 'reward.py'}:f")
+    [rollout], policy = step.rollouts, load_tiny_model()
+    lengths = torch.tensor(list(map(len, rollout.completions))).view(8, 2)
+    untied = (lengths[:, 0] != lengths[:, 1]).nonzero()[:, 0]
+    longer = (2 * untied + lengths[untied].argmax(1)).tolist()  # row numbers
+    chosen = [plain_logprobs(policy, rollout, i, 1.3).sum().item() for i in longer]
+    assert step.metrics["ties"] == 8 - len(untied) < 8
+    assert step.metrics["chosen_logprobs"] == pytest.approx(sum(chosen) / len(chosen), rel=1e-4)

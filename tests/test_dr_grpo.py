@@ -33,7 +33,7 @@ def test_a_long_wrong_answer_is_not_forgiven():
 def test_the_loss_is_grpos_without_kl():
     torch.manual_seed(0)
     logprobs, old_logprobs = 5 * torch.randn(2, 3, 5)  # ratios from e⁻¹² to e¹³
-    advantages, weights = torch.randn(3), torch.rand(3, 5)
+    advantages, weights = torch.tensor([-1.0, 1, 2]), torch.rand(3, 5)
     torch.testing.assert_close(dr_grpo.dr_grpo_loss(logprobs, old_logprobs, advantages, weights, 0.2),
                                grpo.grpo_loss(logprobs, old_logprobs, None, advantages, weights, 0.2, 0.0))
 

@@ -1,4 +1,5 @@
 """GRPO: its equations on hand-worked numbers, its gradient against the definition, invariances, and whole runs."""
+import json
 import math
 import re
 
@@ -44,7 +45,7 @@ def test_weights_are_a_mean_over_tokens_then_over_completions():
 
 @pytest.mark.parametrize("ref_logprob, value, slope", [
     (math.log(0.25), 0.5 + math.log(2) - 1, 0.5),
-    (math.log(0.5) - 50, 49.0, 1.0)])  # π_ref/π = e⁻⁵⁰: however far the reference is, the gradient does not vanish
+    (math.log(0.5) - 50, 49.0, 1.0)])  # e⁻⁵⁰ + 50 − 1 = 49; however far the reference is, the slope 1 − e⁻⁵⁰ stays
 def test_k3_by_hand_and_its_direction(ref_logprob, value, slope):
     """π = .5, π_ref = .25: .25/.5 − ln(.25/.5) − 1 = .5 + .6931 − 1 = .1931. Derivative in log π: 1 − π_ref/π = .5."""
     logprobs = torch.tensor([[math.log(0.5)]], requires_grad=True)
@@ -208,7 +209,8 @@ def test_every_update_is_that_of_the_plain_algorithm(divide, beta, longest, tmp_
 def test_a_whole_run_learns_and_its_model_loads(tmp_path):
     """Six steps: the first is on-policy, accuracy rises, and the log, samples and model are written."""
     out = tmp_path / "run"
-    run_script("grpo.py", "--steps", 6, "--eval_every", 3, "--eval_samples", 2, "--save_every", 5, "--output_dir", out)
+    said = run_script("grpo.py", "--steps", 6, "--eval_every", 3, "--eval_samples", 2, "--save_every", 5,
+                      "--output_dir", out)
     metrics = read_metrics(out)
     assert [m["step"] for m in metrics] == list(range(7))
     first = metrics[1]
@@ -218,7 +220,9 @@ def test_a_whole_run_learns_and_its_model_loads(tmp_path):
             "tokens_per_second", "peak_memory_mb"} <= first.keys()
     assert {"eval_accuracy", "eval_avg@2", "eval_pass@2"} <= metrics[0].keys() & metrics[3].keys() & metrics[6].keys()
     assert metrics[0]["eval_accuracy"] <= 0.65 and metrics[6]["eval_accuracy"] >= metrics[0]["eval_accuracy"] + 0.2
-    assert (out / "samples.jsonl").exists() and (out / "config.json").exists()
+    assert f"step 0: eval_accuracy {metrics[0]['eval_accuracy']:.3f}" in said and f"saved {out / 'model'}" in said
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in samples] == [3] * 8 + [6] * 8 and (out / "config.json").exists()
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "model"), AutoTokenizer.from_pretrained(out / "model")

@@ -42,6 +42,14 @@ def test_the_default_directory(tmp_path, monkeypatch):
     assert common.Run(grpo.Config()).directory == Path("runs/grpo")
 
 
+def test_config_json_says_how_the_run_began(tmp_path, monkeypatch):
+    run = begin(tmp_path, monkeypatch, seed=3)[0]
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["flags"], config["script"]) == (vars(run.cfg), "grpo.py")
+    assert config["versions"]["torch"] == torch.__version__ and "commit" in config  # null in a copy without .git
+    assert (config["processes"], config["device"]) == (1, "cpu")
+
+
 def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path, monkeypatch):
     begin(tmp_path, monkeypatch)
     for name in common.Run.WRITES:
@@ -292,6 +300,12 @@ def test_samples_are_two_of_each_of_four_prompts(tmp_path):
                      "advantage": -(3.0 * p + g)} for p in range(4) for g in range(2)]
 
 
+def install(monkeypatch, package):
+    """Make importlib find the package, and the others as before: transformers asks it too."""
+    find = common.importlib.util.find_spec
+    monkeypatch.setattr(common.importlib.util, "find_spec", lambda name, *more: name == package or find(name, *more))
+
+
 def test_tensorboard_gets_every_metric(tmp_path, monkeypatch):
     logged = []
     class Writer:
@@ -299,7 +313,7 @@ def test_tensorboard_gets_every_metric(tmp_path, monkeypatch):
         def add_scalar(self, *args): logged.append(args)
         def flush(self): logged.append("flushed")
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
-    monkeypatch.setattr(common.importlib.util, "find_spec", lambda name: True)
+    install(monkeypatch, "tensorboard")
     run = begin(tmp_path, monkeypatch, log_to="tensorboard")[0]
     run.end_step(3, {"loss": 0.5})
     assert logged == [(tmp_path / "run" / "tensorboard", 0), ("loss", 0.5, 3), "flushed"]
@@ -311,7 +325,7 @@ def test_wandb_gets_every_metric(tmp_path, monkeypatch):
     fake = SimpleNamespace(init=lambda **settings: logged.append(settings["config"]["log_to"]) or log,
                            finish=lambda: logged.append("finished"))
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(common.importlib.util, "find_spec", lambda name: True)
+    install(monkeypatch, "wandb")
     run = begin(tmp_path, monkeypatch, log_to="wandb")[0]
     run.end_step(0, {"loss": 0.5})
     run.close()

@@ -326,6 +326,9 @@ def test_flags_from_a_file_and_help(tmp_path, capsys):
     cfg = common.parse_config(grpo.Config, [str(path), "--steps", "9"])
     assert (cfg.steps, cfg.lr, cfg.divide_by_std) == (9, 1e-3, False)
     assert cfg.eval_data == ""  # a flag without a value keeps its default
+    path = write(tmp_path / "flags.json", '{"steps": 7, "divide_by_std": false}')
+    cfg = common.parse_config(grpo.Config, [str(path)])
+    assert (cfg.steps, cfg.divide_by_std) == (7, False)
     path = write(tmp_path / "other.yaml", "no_divide_by_std: true\ngradient_checkpointing: true\n")
     cfg = common.parse_config(grpo.Config, [str(path)])
     assert not cfg.divide_by_std and cfg.gradient_checkpointing
@@ -470,7 +473,7 @@ def test_a_finished_run_can_be_made_longer_and_is_never_overwritten(tmp_path):
 
 
 def test_a_command_that_torchrun_repeats_resumes(tmp_path, monkeypatch):
-    """Whatever it says of an earlier run, which --overwrite would delete here."""
+    """Even with --overwrite, which would otherwise delete the earlier run."""
     command = ["dr_grpo.py", "--prompts_per_step", 2, *on_few_problems(tmp_path), "--output_dir",
                tmp_path / "run", "--overwrite", "--steps"]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # there is no checkpoint yet
@@ -598,7 +601,8 @@ def test_a_non_finite_update_is_skipped_and_counted(bad, capsys):
 def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp_path, monkeypatch):
     """DAPO makes no update while it finds no informative group, and a checkpoint may be saved meanwhile.
 
-    AdamW's first update is lr·sign(gradient) = 0.1. It would be 0.074 if saving had counted as a step.
+    AdamW's first update is lr·sign(gradient) = 0.1. As step 2 it would be 0.074: with m̂ = .1/(1 − .9²) = .526 and
+    v̂ = .001/(1 − .999²) = .500, it is .1·.526/√.500.
     """
     import dapo
     monkeypatch.setattr(sys, "argv", ["dapo.py"])

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from common import extract_answer, format_reward, is_equivalent, is_worked_out
+from common import SYSTEM_PROMPT, extract_answer, format_reward, is_equivalent, is_worked_out
 
 
 @pytest.mark.parametrize("text, answer", [
@@ -409,3 +409,8 @@ def test_the_question_is_no_answer(answer, gold, prompt, worked_out):
     ("<answer>b</answer>", 0.0), ("", 0.0), ("<think><answer>a</think>b</answer>", 0.0)])
 def test_format_reward(text, reward):
     assert format_reward(text) == reward
+
+
+def test_the_form_that_the_system_prompt_shows_earns_the_format_reward():
+    shown = SYSTEM_PROMPT[SYSTEM_PROMPT.index("<"):].removesuffix(".")
+    assert format_reward(shown) == 1 and extract_answer(shown) == "answer here"
