@@ -469,7 +469,7 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
     from datasets import Dataset
     import trl as library
     clock, directory, trainer = Clock(args.device, *warmup_and_repeats(args)), model_directory(args.model), None
-    # On the tiny model, by default, in one micro-batch: there TRL is fastest.
+    # On the tiny model, by default, in one micro-batch, as TRL would by itself.
     budget = args.micro_batch_tokens or (10 ** 9 if args.model == "tiny" else 4096)
 
     class Ticks(transformers.TrainerCallback):
