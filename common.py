@@ -130,7 +130,8 @@ def flag(default, help: str):
 class RunConfig:
     """The flags of every script."""
     model: str = flag("tiny", "tiny (built in), a directory, or a hub id")
-    data: str = flag("arithmetic", "arithmetic[:DIGITS] (built in), FILE.jsonl[.gz], or a hub id[:CONFIG[:SPLIT]]")
+    data: str = flag("arithmetic", "arithmetic[:DIGITS] (built in; tiny learns up to 3), FILE.jsonl[.gz], or a hub "
+                              "id[:CONFIG[:SPLIT]]")
     eval_data: str = flag("", "held-out data, in the same forms; arithmetic brings its own")
     system_prompt: str = flag("", "system message for prompts without one (without a chat template: text before the "
                                   "prompt). none: no such message. Empty: one that asks for <think> and <answer>, but "
@@ -149,7 +150,7 @@ class RunConfig:
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, 1/3 more time")
     freeze_layers: float = flag(0.0, "this share of the layers, from the first, does not train")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag(
-        "constant", "after the warm-up: constant, or falling to 0 over steps × minibatches × updates_per_batch updates")
+        "constant", "after the warm-up: constant, or falling to 0 by the last update (if DAPO makes them all)")
     max_bad_steps: int = flag(5, "updates in a row with a non-finite loss or gradient before the run gives up")
 
 
@@ -203,7 +204,7 @@ def check_config(cfg) -> None:
         low, high = LIMITS.get(name, (1 if kind is int else 0, LARGEST))
         if kind in (int, float) and not low <= value <= high:  # NaN fails this too
             wanted = f"between {low} and {high}" if high < 10 ** 6 or value > high else f"at least {low}"
-            raise UserError(f"--{name} {value}: must be {wanted}")
+            raise UserError(f"--{name} {value}: must be {'above 0' if low == 1e-8 and not value > 0 else wanted}")
     if getattr(cfg, "minibatches", 1) > getattr(cfg, "prompts_per_step", 1) * getattr(cfg, "group_size", 1):
         raise UserError(f"--minibatches {cfg.minibatches}: more than the completions of a step")
     # A buffer longer than --max_new_tokens would punish even an empty completion. Only up to the default may it be so.
@@ -390,6 +391,8 @@ UNSAVED_FILES = ("tokenizer.model", "preprocessor_config.json", "processor_confi
 
 def load_tokenizer(name: str, trust_remote_code: bool = False):
     """The tokenizer of a directory or hub id. If it has no pad token, EOS pads: no mask is made from ids."""
+    if os.path.isdir(f"{name}/model"):
+        raise UserError(f"--model {name}: is the output of a run; its model is {name}/model")
     with one_line_errors(f"--model {name}: no directory or hub id that has a tokenizer"):
         if not os.path.isdir(name) and not huggingface_hub.try_to_load_from_cache(name, "config.json"):
             # Without network this fails at once. The downloads below would retry for half a minute each.
@@ -463,7 +466,8 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
                 raise UserError("--model {}: {} is {}, but {} is wanted".format(name, key, *map(list, shapes)))
             # Missing weights would stay random, which only those of a head that is to be trained may be.
             if missing := set(report["missing_keys"]) - ({"score.weight"} if trainable else set()):
-                raise UserError(f"--model {name}: no weights for {min(missing)}")
+                hint = "" if cls is AutoModelForCausalLM else " (is it a reward model?)"
+                raise UserError(f"--model {name}: no weights for {min(missing)}{hint}")
             if trainable and cls is AutoModelForCausalLM and (unused := report["unexpected_keys"]):
                 say(f"--model {name}: holds weights that its config.json has no place for, such as {min(unused)}")
             return model
@@ -831,8 +835,8 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
                 row = {**row, "prompt": prompt_and_answers(row)[0]}
         prompt, verl = row_prompt(row), row.get("reward_model")
         if not is_prompt(prompt):
-            raise UserError(f"{place}: want a prompt (string or chat messages) under prompt, question or problem; it "
-                            f"has {columns(row)}")
+            raise UserError(f"{place}: want a prompt (text, or messages with role and content) under prompt, "
+                            f"question or problem; it has {columns(row)}")
         found = [*map(row.get, ANSWERS), verl.get("ground_truth") if isinstance(verl, dict) else None]
         found = [value for value in found  # no bool, which is an int
                  if type(value) in (str, int) and str(value).strip() or type(value) is float and math.isfinite(value)]
@@ -880,7 +884,10 @@ def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
     read = read or functools.partial(read_problems, need_answer=cfg.reward == "verifier")
     eval_data = cfg.eval_data or (cfg.data if is_built_in(cfg.data) else "")  # a file has no held-out part
     held_out = read(eval_data, "eval") if eval_data else []  # first: the file may be missing, and --data take long
-    return read(cfg.data, "train"), held_out
+    items = read(cfg.data, "train")
+    if not eval_data and not getattr(cfg, "eval_problems", ""):
+        say("no --eval_data: nothing is evaluated")
+    return items, held_out
 
 
 def encode(tokenizer, prompts: list[tuple[str, bool]]) -> list[list[int]]:
@@ -971,7 +978,7 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
         except Exception as error:  # templates are programs
             problem = error
     raise UserError(f"{tokenizer.name_or_path}: the chat template refuses a prompt: {problem} "
-                    f"({messages[-1]['content']!r:.80})") from problem
+                    f"({messages[-1]['content'][-80:]!r})") from problem
 
 
 def answer_form(tokenizer) -> tuple[str, str, int]:
@@ -1054,7 +1061,7 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
              for problem in problems]
     for problem, (text, templated), ids in zip(problems, texts, encode(tokenizer, texts)):
         if cfg.model == "tiny" and tokenizer.unk_token_id in ids:
-            raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}")
+            raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}: set --model")
         problem.prompt_ids = ids
         if isinstance(problem, Preference):
             problem.rendered, problem.begun = (text, templated), is_begun(problem.prompt)
@@ -1069,7 +1076,7 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
     kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= limit]
     checksum(kept, what)  # refuses other rows on another machine
     say_left_out(what, problems, kept, f"prompts that are empty or longer than {limit} tokens (--max_prompt_tokens, or "
-                 "what the context leaves beside completions)")
+                 "the context less --max_new_tokens)")
     if kept and cfg.model != "tiny":  # a wrong column, or a template that stands twice, shows at a glance
         answer = kept[0].answers[0] if isinstance(kept[0], Preference) else kept[0].answer
         end, known = tokenizer.decode(kept[0].prompt_ids)[-100:], f", its answer is {answer!r:.100}" if answer else ""
@@ -1196,10 +1203,10 @@ def prompt_and_answers(row: dict) -> tuple:
             raise ValueError(f"{unread[0]} beside responses: want scores, higher for better ones, or responses that "
                              "stand best first and nothing else that could order them")
     if not isinstance(answers, list) or len(answers) < 2 or not all(map(is_prompt, answers)):
-        raise ValueError("want chosen and rejected, or a list of responses: two or more, strings or chat messages; it "
+        raise ValueError("want chosen and rejected, or a list of responses: two or more, text or messages; it "
                          f"has {columns(row)}")
     if prompt is not None and not is_prompt(prompt):
-        raise ValueError("want a prompt (string or chat messages)")
+        raise ValueError("want a prompt (text, or messages with role and content)")
     if all(isinstance(answer, list) for answer in answers):
         talks = [[(turn["role"], turn["content"].strip()) for turn in answer] for answer in answers]
         if any(talk[:-1] != talks[0][:-1] for talk in talks):
@@ -2378,7 +2385,7 @@ class Run:
                     raise UserError(f"--resume: --{name} was {flags.get(name)!r} and is now {value!r}; "
                                     "that would be a different run")
         elif held and not cfg.overwrite:
-            resume = "--resume continues it, " if self.checkpoints() else ""
+            resume = "--resume continues it, " if self.checkpoints() and script == self.script else ""
             raise UserError(f"--output_dir {directory}: holds a run already; {resume}--overwrite replaces it, another "
                             "--output_dir leaves it alone")
         elif held:
@@ -2443,7 +2450,7 @@ class Run:
         """Create OUTPUT_DIR, and refuse it to a second process until this one ends, however it ends. Returns a new
         mark that the lock file now holds: a machine that does not share the directory may have an old lock file."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.lock = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT)
+        self.lock = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no forked process inherits it
         except BlockingIOError:
@@ -2656,7 +2663,7 @@ class Run:
             own = json.loads(state["run"])
             dcp.load(state, checkpoint_id=path)
             saved = json.loads(state["run"])
-        if other := [f"{name} {value}" for name, value in saved.items() if own.get(name) != value]:
+        if other := [f"{name} was {value}" for name, value in saved.items() if own.get(name) != value]:
             raise UserError(f"--resume: {path} is of another run: {', '.join(other)}")
         self.data.position, self.extra, self.bad_steps = state["position"], state["extra"], state["bad_steps"]
         torch.set_rng_state(state["random"])
@@ -2813,6 +2820,8 @@ def build_tiny_preferences(data: str, split: str) -> Path:
             ranked = sorted(scores, key=scores.get, reverse=True)
             lines.append(json.dumps({"prompt": problem.prompt, "responses": ranked,
                                      "scores": [scores[text] for text in ranked], "answer": problem.answer}) + "\n")
+    if not lines:
+        raise UserError(f"{data}: the tiny model answers none of these right, so there is nothing to rank")
     on_main_rank(lambda: write_directory(
         path.parent, lambda folder: (folder / path.name).write_text("".join(lines)), replace=False))
     return path

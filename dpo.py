@@ -117,8 +117,8 @@ def main(cfg: Config) -> None:
     data = common.Shuffled(items, cfg.seed)
 
     # The reference is the policy before its first update. So its log-probs of given answers are computed here, once
-    # (before run.start, which with --resume loads a later policy), and no second model stays in memory. With --on_policy
-    # there are no answers yet, so it keeps the reference.
+    # (before run.start, which with --resume loads a later policy), and no second model stays in memory. There are no
+    # answers yet with --on_policy, which therefore keeps the reference.
     if not cfg.on_policy:
         if not cfg.reference_free:
             common.say("computing the reference's log-probs")  # of many pairs, this takes long
@@ -151,6 +151,8 @@ def main(cfg: Config) -> None:
             metrics = {
                 "reward": rewards.mean().item(),
                 "accuracy": correct.float().mean().item(),
+                "completion_length": batch.lengths.float().mean().item(),
+                "truncated_fraction": 1 - batch.finished.float().mean().item(),
                 "ties": len(drawn) - len(pairs),
                 "sampled_tokens": int(batch.lengths.sum())}
         else:

@@ -193,7 +193,7 @@ def test_a_model_is_in_evaluation_mode_on_every_rank(tmp_path, monkeypatch):
 def test_a_frozen_reward_model_needs_its_head(tmp_path):
     """transformers would initialize a missing head at random."""
     random_model("Qwen2")[0].save_pretrained(tmp_path)
-    with pytest.raises(common.UserError, match="no weights for score.weight"):
+    with pytest.raises(common.UserError, match=r"no weights for score.weight .is it a reward"):
         common.load_model(str(tmp_path), cpu, trainable=False, cls=common.AutoModelForSequenceClassification,
                           num_labels=1)
 
@@ -245,6 +245,12 @@ def test_the_layers_of_a_model_that_also_sees():
     model, _ = random_model("Qwen2")
     vision = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(5))
     assert common.decoder_layers(torch.nn.ModuleDict({"vision": vision, "text": model})) is model.model.layers
+
+
+def test_a_runs_directory_is_no_model(tmp_path):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    with pytest.raises(common.UserError, match="run: is the output of a run; its model is .*run/model"):
+        common.load_tokenizer(str(tmp_path / "run"))
 
 
 def test_a_tokenizer_without_an_end(tmp_path):
@@ -1150,3 +1156,23 @@ def test_preferences_have_no_default_system_prompt():
 
 def test_numpys_numbers_are_numbers():
     assert all(map(common.is_number, (1, 0.5, np.float32(0.5), np.int64(3), np.bool_(True))))
+
+
+def test_without_eval_data_the_script_says_so(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=?", "answer": "2"}\n')
+    cfg = SimpleNamespace(data=str(tmp_path / "rows.jsonl"), eval_data="", reward="verifier")
+    assert len(common.read_train_and_eval(cfg)[0]) == 1 and "no --eval_data" in capsys.readouterr().err
+    cfg.eval_problems = cfg.data  # of dpo.py
+    common.read_train_and_eval(cfg)
+    assert "no --eval_data" not in capsys.readouterr().err
+
+
+def test_no_rankings_of_what_the_tiny_model_cannot_do(tmp_path, monkeypatch):
+    (tmp_path / "tiny").symlink_to(Path(common.build_tiny_model("arithmetic")).resolve())
+    problems = common.read_problems("arithmetic", "eval")[:4]
+    monkeypatch.setattr(common, "build_tiny_model", lambda data: str(tmp_path / "tiny"))
+    monkeypatch.setattr(common, "read_problems", lambda *_: problems)
+    monkeypatch.setattr(common, "is_equivalent", lambda *_: False)
+    with pytest.raises(common.UserError, match="arithmetic: the tiny model answers none"):
+        common.build_tiny_preferences("arithmetic", "eval")
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]  # nothing is kept

@@ -13,8 +13,8 @@ import torch
 import common
 import dpo
 from helpers import (ROOT, assert_metrics, assert_same_gradient, assert_same_weights, begin_with, beside, distributions,
-                     is_right, load_tiny_model, plain_logprobs, plain_update, random_model, read_metrics, record_run,
-                     run_script, save)
+                     is_right, load_tiny_model, plain_finished, plain_logprobs, plain_update, random_model,
+                     read_metrics, record_run, run_script, save)
 
 
 def test_the_loss_is_ln_2_at_the_start_and_by_hand():
@@ -196,7 +196,9 @@ def test_every_update_on_policy_is_that_of_the_plain_algorithm(reference_free, t
         updates = [plain_update(optimizer, sum(losses) / len(losses), 1e-4, 0.5)]
         assert step.updates == [pytest.approx(update, rel=2e-3, abs=1e-5) for update in updates]
         assert_metrics(step, updates, {"reward": sum(right) / 24, "accuracy": sum(right) / 24, "ties": 12 - len(pairs),
-                                       "sampled_tokens": rollout.lengths.sum()})
+                                       "sampled_tokens": rollout.lengths.sum(),
+                                       "completion_length": rollout.lengths.float().mean(),
+                                       "truncated_fraction": (~plain_finished(rollout)).float().mean()})
     assert_same_weights(tmp_path / "run", policy)
 
 
