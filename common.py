@@ -131,7 +131,7 @@ class RunConfig:
     """The flags of every script."""
     model: str = flag("tiny", "tiny (built in), a directory, or a hub id")
     data: str = flag("arithmetic", "arithmetic[:DIGITS] (built in; tiny learns up to 3), FILE.jsonl[.gz], or a hub "
-                              "id[:CONFIG[:SPLIT]]")
+                                   "id[:CONFIG[:SPLIT]]")
     eval_data: str = flag("", "held-out data, in the same forms; arithmetic brings its own")
     system_prompt: str = flag("", "system message for prompts without one (without a chat template: text before the "
                                   "prompt). none: no such message. Empty: one that asks for <think> and <answer>, but "
@@ -150,7 +150,7 @@ class RunConfig:
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, 1/3 more time")
     freeze_layers: float = flag(0.0, "this share of the layers, from the first, does not train")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag(
-        "constant", "after the warm-up: constant, or falling to 0 by the last update (if DAPO makes them all)")
+        "constant", "after the warm-up: constant, or falling to 0 by the last update, if all steps make theirs")
     max_bad_steps: int = flag(5, "updates in a row with a non-finite loss or gradient before the run gives up")
 
 
@@ -391,7 +391,7 @@ UNSAVED_FILES = ("tokenizer.model", "preprocessor_config.json", "processor_confi
 
 def load_tokenizer(name: str, trust_remote_code: bool = False):
     """The tokenizer of a directory or hub id. If it has no pad token, EOS pads: no mask is made from ids."""
-    if os.path.isdir(f"{name}/model"):
+    if os.path.isdir(f"{name}/model") and os.path.isfile(f"{name}/metrics.jsonl"):
         raise UserError(f"--model {name}: is the output of a run; its model is {name}/model")
     with one_line_errors(f"--model {name}: no directory or hub id that has a tokenizer"):
         if not os.path.isdir(name) and not huggingface_hub.try_to_load_from_cache(name, "config.json"):
@@ -466,7 +466,7 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
                 raise UserError("--model {}: {} is {}, but {} is wanted".format(name, key, *map(list, shapes)))
             # Missing weights would stay random, which only those of a head that is to be trained may be.
             if missing := set(report["missing_keys"]) - ({"score.weight"} if trainable else set()):
-                hint = "" if cls is AutoModelForCausalLM else " (is it a reward model?)"
+                hint = " (is it a reward model?)" if missing == {"score.weight"} else ""
                 raise UserError(f"--model {name}: no weights for {min(missing)}{hint}")
             if trainable and cls is AutoModelForCausalLM and (unused := report["unexpected_keys"]):
                 say(f"--model {name}: holds weights that its config.json has no place for, such as {min(unused)}")

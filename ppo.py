@@ -240,7 +240,7 @@ def main(cfg: Config) -> None:
         # 3. Advantages: compare the rewards from each token on with the critic's prediction, and whiten.
         minibatches = torch.randperm(len(rollout.mask)).tensor_split(cfg.minibatches)  # shuffled row numbers
         old_logprobs = common.rollout_logprobs(
-            policy, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)  # [N, T]; of all, for token_rewards
+            policy, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)  # [N, T]; the KL penalty needs all
         ref_logprobs = common.rollout_logprobs(reference, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)
         old_values = common.rollout_values(value_model, rollout, minibatches, cfg.micro_batch_tokens)  # [N, T]
         shaped_rewards = token_rewards(rewards[:, 0], old_logprobs, ref_logprobs, rollout.mask, kl_coef)  # [N, T]

@@ -473,11 +473,11 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
     budget = args.micro_batch_tokens or (10 ** 9 if args.model == "tiny" else 4096)
 
     class Ticks(transformers.TrainerCallback):
-        def on_train_begin(self, *_, **__):
+        def on_train_begin(self, _, state, control, **__):
             if tick:  # the race begins
                 tick(trainer.model)
 
-        def on_step_end(self, _, state, *__, **___):
+        def on_step_end(self, _, state, control, **__):
             if state.global_step % (minibatches * updates) == 0:
                 tick(trainer.model) if tick else clock.tick()
     tokenizer = common.load_tokenizer(directory)

@@ -249,8 +249,12 @@ def test_the_layers_of_a_model_that_also_sees():
 
 def test_a_runs_directory_is_no_model(tmp_path):
     (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").touch()
     with pytest.raises(common.UserError, match="run: is the output of a run; its model is .*run/model"):
         common.load_tokenizer(str(tmp_path / "run"))
+    common.tiny_tokenizer().save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "model").mkdir()
+    assert common.load_tokenizer(str(tmp_path / "other")).eos_token == "<eos>"  # a checkpoint may have such a folder
 
 
 def test_a_tokenizer_without_an_end(tmp_path):
