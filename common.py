@@ -782,6 +782,9 @@ def read_rows(data: str, split: str) -> list[tuple[dict, str]]:
     """(row, its place for error messages), of the built-in data, a JSON-lines file or a hub dataset."""
     if is_built_in(data):
         rows = arithmetic_rows(arithmetic_digits(data), split)
+    elif kind := re.search(r"\.(parquet|csv)$", data):
+        raise UserError(f"{data}: want JSON lines; datasets.load_dataset({kind[1]!r}, data_files={data!r}, split='train')"
+                        ".to_json('rows.jsonl') makes them of it")
     elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.isfile(data):
         return read_json_lines(data)
     else:
@@ -2190,7 +2193,8 @@ def load_reward_function(spec: str):
     path, _, name = spec.rpartition(":")
     if not os.path.isfile(path):
         missing = "no function is named" if os.path.isfile(spec) else f"no file {path or spec}"
-        raise UserError(f"--reward {spec}: {missing}; want verifier, FILE.py:FUNCTION or a reward model's directory")
+        raise UserError(f"--reward {spec}: {missing}; want verifier, FILE.py:FUNCTION or a reward model's directory "
+                        "(one from the hub: hf download it)")
     module_name = Path(path).stem
     if module_name in sys.modules:  # a file named json.py must not replace Python's json
         module_name += "_"
@@ -2244,15 +2248,18 @@ def ctrl_c_blocked():
 # -------------------------------------------------------------------------------------------------- evaluation
 
 def evaluate(policy, tokenizer, problems: list[Problem], score, cfg) -> dict[str, float]:
-    """Greedy accuracy and, with --eval_samples k > 1, avg@k and pass@k. Leaves torch's random state as it was.
+    """Greedy accuracy and mean reward and, with --eval_samples k > 1, avg@k and pass@k. Leaves torch's random state as
+    it was.
 
     problems: from `encode_prompts`; score: from `load_reward`.
     """
     if not problems:
         return {}
     prompts = [problem.prompt_ids for problem in problems]
-    _, correct = score(problems, sample(policy, tokenizer, prompts, 1, cfg.max_new_tokens, greedy=True))
+    rewards, correct = score(problems, sample(policy, tokenizer, prompts, 1, cfg.max_new_tokens, greedy=True))
     metrics = {"eval_accuracy": correct.float().mean().item()}
+    if cfg.reward != "verifier":  # whose reward the accuracy tells already
+        metrics["eval_reward"] = rewards.mean().item()
     if (k := cfg.eval_samples) > 1:
         with torch.random.fork_rng(devices=[]):
             _, correct = score(problems, sample(policy, tokenizer, prompts, k, cfg.max_new_tokens, cfg.temperature))
@@ -2332,8 +2339,8 @@ class Run:
     # directory it is: they are the first and the last to be removed.
     WRITES = ("checkpoint", "metrics.jsonl", "samples.jsonl", "model", "tensorboard", "config.json")
     # All other flags must stay the same when a run is resumed.
-    MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "eval_every", "eval_samples",
-                  "max_bad_steps", "micro_batch_tokens", "gradient_checkpointing"}
+    MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "eval_data", "eval_problems",
+                  "eval_every", "eval_samples", "max_bad_steps", "micro_batch_tokens", "gradient_checkpointing"}
 
     def __init__(self, cfg):
         """Check the output directory, join the other ranks, set the seed. Nothing is written before `start`."""
@@ -2400,7 +2407,7 @@ class Run:
                 remove(self.directory / name)
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-        config = {"script": self.script, "flags": vars(self.cfg), "commit": commit or None,
+        config = {"script": self.script, "id": os.urandom(6).hex(), "flags": vars(self.cfg), "commit": commit or None,
                   "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
                                "transformers": transformers.__version__, "numpy": np.__version__},
                   "processes": world_size(), "threads": torch.get_num_threads(), "device": str(self.device)}
@@ -2469,7 +2476,9 @@ class Run:
             return lambda metrics, step: None
         if self.cfg.log_to == "wandb":
             import wandb
-            return wandb.init(project="rl", name=self.directory.name, config=vars(self.cfg), dir=self.directory).log
+            own = json.loads((self.directory / "config.json").read_text()).get("id")  # --resume continues its curves
+            return wandb.init(project="rl", name=self.directory.name, id=own, resume="allow", config=vars(self.cfg),
+                              dir=self.directory).log
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(self.directory / "tensorboard", purge_step=self.next_step)  # a resumed run repeats these
 
@@ -2532,11 +2541,12 @@ class Run:
         return step % self.cfg.eval_every == 0 or step == self.cfg.steps
 
     def log_samples(self, step: int, problems, rollout: Rollout, rewards, advantages) -> None:
-        """Write the first two completions of each of the first four prompts to samples.jsonl.
+        """In the first step, and in those that evaluate, write the first two completions of each of the first four
+        prompts to samples.jsonl.
 
         rewards: [P, G]. advantages: [N], one for each completion.
         """
-        if rank() == 0:
+        if rank() == 0 and (step == 1 or self.evaluates(step)):
             G = rewards.shape[1]
             self.append("samples.jsonl", [
                 {"step": step, "prompt": problem.prompt, "completion": rollout.completions[p * G + g],
@@ -2553,6 +2563,7 @@ class Run:
     def end_step(self, step: int, metrics: dict[str, float]) -> None:
         """Log the step, save if it is time to, and stop the run if it has to stop. Collective."""
         metrics = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+        metrics |= {"epoch": self.data.position / len(self.data.items)}
         if rank() == 0:
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             self.append("metrics.jsonl", [{"step": step, **finite}])  # JSON has no NaN
@@ -3001,24 +3012,33 @@ _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
 _ARITHMETIC = re.compile(r"[\d)}][.|]?[-+*](?!\{?10\}?[\^⁻⁰¹²³⁴-⁹])[-+]*[\d({|.\\}]"  # not 2*10^6
                          r"|(?<![a-z_])[\d).][({|]+[-+\d.]|[\d)]!|\\binom|\\choose")  # 7(8), not \frac1{2}
 _FORMULA = re.compile(r"[\w)}][-+*/^][\w({\\]|\\[a-z]")  # 1/2, x+1, \sqrt{2}; `_bare` has left out spaces and \text
+_QUOTIENT = re.compile(r"\d[)}]*/[({]*[\d.]|\\frac\{?\d")
+_FRACTION = re.compile(r"\\frac(?:\{(\w+)\}|(\w))(?:\{(\w+)\}|(\w))")
 
 
 def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     """Whether an answer that `is_equivalent` to the gold one is more than the question again, as 57+68 is for "57+68=?"
     and (x+1)^2 for "Expand (x+1)^2". A policy that may repeat the question learns nothing else.
 
-    Where the gold answer is a plain number, the answer has no sum, product, factorial or binomial to work out; and a
-    formula that the prompt contains is no answer, unless the gold one is the same formula.
+    Where the gold answer is a plain number, the answer has no sum, product, factorial or binomial to work out, and
+    where it is a whole one, no quotient; and a formula that the prompt contains is no answer, unless the gold one is
+    the same formula.
     """
-    statement = _STATEMENT.fullmatch(_clean(answer))  # The sum of 57+68 is 125
-    bare, asked = map(_bare, (statement[1] if statement else answer, prompt))
+    def plain(text):  # x^{2} is x^2, and \frac{1}{2} is 1/2
+        return re.sub("[{}]", "", _FRACTION.sub(r"\1\2/\3\4", _bare(text))).rstrip(".")
+    cleaned, gold = _clean(answer), _clean(gold)
+    statement = _STATEMENT.fullmatch(cleaned)  # The sum of 57+68 is 125
+    concluded = statement[1] if statement else answer
+    bare, asked = map(_bare, (concluded, prompt))
     if re.match(r"[{(*]*[A-E][).:]", bare) and re.sub("[{}*]", "", bare) in re.sub("[{}*]", "", asked):
         return True  # (B) 3/4, one of the choices in the prompt
     numbers = [side for side in bare.split("=") if re.search(r"\d", side)]  # of 57+68=125, the second is worked out
-    if _DECIMAL.fullmatch(_clean(gold)) and numbers and all(map(_ARITHMETIC.search, numbers)):
+    whole = gold.lstrip("-").isdecimal()
+    unfinished = [_ARITHMETIC.search(number) or whole and _QUOTIENT.search(number) for number in numbers]
+    if _DECIMAL.fullmatch(gold) and numbers and all(unfinished):
         return False
-    copied = _FORMULA.search(bare) and re.sub("[{}]", "", bare).rstrip(".") in re.sub("[{}]", "", asked)
-    return not copied or _SPACES.sub("", _clean(answer)) == _SPACES.sub("", _clean(gold))
+    copied = _FORMULA.search(bare) and plain(concluded) in plain(prompt)
+    return not copied or plain(cleaned).split("=")[-1] == plain(gold).split("=")[-1]  # y = x+1 is x+1
 
 
 def _bare(text: str) -> str:

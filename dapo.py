@@ -225,8 +225,8 @@ def main(cfg: Config) -> None:
             **run.timing(rollout.lengths.sum())}
 
         # 6. Evaluate and save.
+        run.log_samples(step, batch, rollout, rewards, advantages)
         if run.evaluates(step):
-            run.log_samples(step, batch, rollout, rewards, advantages)
             metrics |= common.evaluate(policy, tokenizer, eval_problems, score, cfg)
         run.end_step(step, metrics)
     run.finish(policy, tokenizer)

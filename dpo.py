@@ -73,17 +73,20 @@ def answer_logprobs(model, tokenizer, preferences, cfg: Config, device) -> list[
 
 
 def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, device) -> dict[str, float]:
-    """Greedy accuracy on the problems, and how often the implicit reward β·log(π/π_ref) orders a pair as it should."""
+    """Greedy accuracy on the problems, and how well the implicit reward β·log(π/π_ref) orders the held-out pairs."""
     metrics = common.evaluate(policy, tokenizer, problems, score, cfg)
     if preferences:
         logprobs = answer_logprobs(policy, tokenizer, preferences, cfg, device)
-        # The implicit rewards [K] of each preference, without β, which would not change their order.
-        rewards = [own - preference.ref_logprobs for own, preference in zip(logprobs, preferences)]
+        # The implicit rewards [K] of each preference.
+        rewards = [cfg.beta * (own - preference.ref_logprobs) for own, preference in zip(logprobs, preferences)]
         pairs = [torch.tensor(preference.pairs).unbind(1) for preference in preferences]  # (better, worse) of each
         differences = torch.cat([r[better] - r[worse] for r, (better, worse) in zip(rewards, pairs)])
         # A tie is half right: before the first update, policy and reference agree, and all pairs tie.
         right = torch.heaviside(differences, differences.new_tensor(0.5))
-        metrics["eval_pair_accuracy"] = right.mean().item()
+        metrics |= {
+            "eval_pair_accuracy": right.mean().item(),
+            "eval_margin": differences.mean().item(),
+            "eval_loss": -F.logsigmoid(differences).mean().item()}
     return metrics
 
 

@@ -138,6 +138,7 @@ def main(cfg: Config) -> None:
         metrics = {
             "reward": rewards.mean().item(),
             "accuracy": correct.float().mean().item(),
+            "zero_std_fraction": (rewards == rewards[:, :1]).all(dim=1).float().mean().item(),
             **meter.means(),
             "completion_length": rollout.lengths.float().mean().item(),
             "wrong_length": common.masked_mean(rollout.lengths, ~correct.flatten()).item(),
@@ -145,8 +146,8 @@ def main(cfg: Config) -> None:
             **run.timing(rollout.lengths.sum())}
 
         # 6. Evaluate and save.
+        run.log_samples(step, batch, rollout, rewards, advantages)
         if run.evaluates(step):
-            run.log_samples(step, batch, rollout, rewards, advantages)
             metrics |= common.evaluate(policy, tokenizer, eval_problems, score, cfg)
         run.end_step(step, metrics)
     run.finish(policy, tokenizer)

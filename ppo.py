@@ -224,8 +224,9 @@ def main(cfg: Config) -> None:
 
         # 2. Score: normalize, add the format reward, and limit what a completion without EOS can score.
         rewards, correct = score(batch, rollout)  # [N, 1] each
+        mean_score = rewards.mean().item()
         if step == 1 and cfg.normalize_scores and common.is_reward_model(cfg.reward):
-            run.extra["score_mean"] = rewards.mean().item()
+            run.extra["score_mean"] = mean_score
             if rewards.max() > rewards.min():  # the std of equal scores would be a rounding error
                 run.extra["score_std"] = rewards.std(correction=0).item()
         rewards = (rewards - run.extra["score_mean"]) / run.extra["score_std"]
@@ -283,6 +284,7 @@ def main(cfg: Config) -> None:
 
         # 5. Log.
         metrics = {
+            "score": mean_score,
             "reward": rewards.mean().item(),
             "accuracy": correct.float().mean().item(),
             **meter.means(),
@@ -296,8 +298,8 @@ def main(cfg: Config) -> None:
             metrics |= {"kl": kl.item(), "kl_coef": kl_coef}
 
         # 6. Evaluate and save.
+        run.log_samples(step, batch, rollout, rewards, advantages[:, 0])
         if run.evaluates(step):
-            run.log_samples(step, batch, rollout, rewards, advantages[:, 0])
             metrics |= common.evaluate(policy, tokenizer, eval_problems, score, cfg)
         run.end_step(step, metrics)
     run.finish(policy, tokenizer)

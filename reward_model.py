@@ -94,7 +94,7 @@ def answer_scores(model, tokenizer, preferences, cfg: Config, device) -> list[to
 
 
 def evaluate(model, tokenizer, preferences, cfg: Config, device) -> dict[str, float]:
-    """Accuracy, margin and calibration over all pairs of the held-out rows."""
+    """Accuracy, margin, loss and calibration over all pairs of the held-out rows."""
     if not preferences:
         return {}
     scores = answer_scores(model, tokenizer, preferences, cfg, device)
@@ -104,6 +104,7 @@ def evaluate(model, tokenizer, preferences, cfg: Config, device) -> dict[str, fl
     return {
         "eval_pair_accuracy": right.mean().item(),
         "eval_margin": differences.mean().item(),
+        "eval_loss": -F.logsigmoid(differences).mean().item(),
         "eval_calibration_error": calibration_error(differences)}
 
 

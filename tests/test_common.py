@@ -1438,10 +1438,21 @@ def test_an_evaluation_leaves_the_random_state_as_it_was():
     model, tokenizer = random_model("Qwen2")
     problem = common.Problem("1+1=?", tokenizer.encode("1+1=?"), "2", {"answer": "2"})
     score = common.load_reward(SimpleNamespace(reward="verifier", format_reward=0.0))
-    cfg, state = SimpleNamespace(max_new_tokens=8, eval_samples=3, temperature=1.0), torch.get_rng_state()
+    cfg = SimpleNamespace(max_new_tokens=8, eval_samples=3, temperature=1.0, reward="verifier")
+    state = torch.get_rng_state()
     metrics = common.evaluate(model, tokenizer, [problem] * 2, score, cfg)
     assert metrics.keys() == {"eval_accuracy", "eval_avg@3", "eval_pass@3"}
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_mean_of_a_reward_of_ones_own_is_measured_on_held_out_problems():
+    """By the verifier it would be the accuracy, which is measured anyway."""
+    model, tokenizer = random_model("Qwen2")
+    problems = [common.Problem("1+1=?", tokenizer.encode("1+1=?"), "2", {})] * 2
+    cfg = SimpleNamespace(max_new_tokens=8, eval_samples=1, temperature=1.0, reward="mine.py:reward")
+    rewards = torch.tensor([[0.25], [-1.0]])
+    metrics = common.evaluate(model, tokenizer, problems, lambda problems, rollout: (rewards, rewards > 0), cfg)
+    assert metrics == {"eval_accuracy": 0.5, "eval_reward": -0.375}
 
 
 def test_meter_weights_its_means():

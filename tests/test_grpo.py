@@ -222,7 +222,7 @@ def test_a_whole_run_learns_and_its_model_loads(tmp_path):
     assert metrics[0]["eval_accuracy"] <= 0.65 and metrics[6]["eval_accuracy"] >= metrics[0]["eval_accuracy"] + 0.2
     assert f"step 0: eval_accuracy {metrics[0]['eval_accuracy']:.3f}" in said and f"saved {out / 'model'}" in said
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in samples] == [3] * 8 + [6] * 8 and (out / "config.json").exists()
+    assert [row["step"] for row in samples] == [1] * 8 + [3] * 8 + [6] * 8 and (out / "config.json").exists()
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "model"), AutoTokenizer.from_pretrained(out / "model")

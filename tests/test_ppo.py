@@ -727,7 +727,8 @@ def test_the_samples_of_ppo_have_the_advantage_of_their_first_token(tmp_path):
 
 
 def test_a_reward_models_scores_are_normalised_and_then_those_without_eos_bounded(tmp_path, monkeypatch):
-    """(score − mean) / std over the first rollout; then, without EOS, at most --missing_eos_score."""
+    """(score − mean) / std over the first rollout; then, without EOS, at most --missing_eos_score. What the model says
+    itself, of samples and of greedy answers, is logged too: it can be compared with other runs."""
     save_reward_model(tmp_path / "rm")
     [step] = record_run(
         monkeypatch, "ppo.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 16, "--max_new_tokens", 21,
@@ -739,3 +740,4 @@ def test_a_reward_models_scores_are_normalised_and_then_those_without_eos_bounde
     expected = torch.tensor([score if done else min(score, -0.5) for score, done in zip(normal.tolist(), finished)])
     assert (normal[~finished] < -0.5).any() and (normal[~finished] > -0.5).any() and finished.any()
     assert step.metrics["reward"] == pytest.approx(expected.mean().item(), rel=1e-4)
+    assert step.metrics["score"] == pytest.approx(scores.mean().item(), rel=1e-4)

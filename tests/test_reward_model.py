@@ -185,6 +185,7 @@ def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
     assert_same_weights(tmp_path / "run", model, start)
     held_out = torch.stack([better - worse for row in ROWS[:2] for better, worse, _ in pairs_of(row)]).detach()
     assert_metrics(step, updates, {"eval_margin": held_out.mean(), "eval_pair_accuracy": (held_out > 0).float().mean(),
+                                   "eval_loss": -held_out.sigmoid().log().mean(),
                                    "eval_calibration_error": reward_model.calibration_error(held_out)})
 
 

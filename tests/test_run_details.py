@@ -15,7 +15,7 @@ import torch
 
 import common
 import grpo
-from helpers import FakeRun
+from helpers import FakeRun, read_metrics
 
 
 def begin(tmp_path, monkeypatch, **flags):
@@ -92,7 +92,7 @@ def test_overwrite_spares_the_reward_model_in_use(tmp_path, monkeypatch):
 def test_what_may_change_with_resume_and_what_not(tmp_path, monkeypatch):
     begin(tmp_path, monkeypatch)
     may_change = {"micro_batch_tokens": 100, "gradient_checkpointing": True, "eval_samples": 4, "eval_every": 3,
-                  "save_every": 7, "steps": 900, "max_bad_steps": 9}
+                  "eval_data": "other", "save_every": 7, "steps": 900, "max_bad_steps": 9}
     begin(tmp_path, monkeypatch, resume=True, **may_change)
     for field in dataclasses.fields(grpo.Config):
         if field.name not in {*may_change, "resume", "overwrite", "output_dir", "log_to"}:
@@ -289,15 +289,16 @@ def test_the_time_of_a_step_begins_with_the_step():
 
 
 def test_samples_are_two_of_each_of_four_prompts(tmp_path):
-    run = FakeRun(None)
+    run = FakeRun(grpo.Config(eval_every=7))
     run.directory = tmp_path
     problems = [common.Problem(str(p), [], f"a{p}", {}) for p in range(5)]
     rollout = SimpleNamespace(completions=[f"{p}.{g}" for p in range(5) for g in range(3)])
     numbers = torch.arange(15.0)
-    run.log_samples(7, problems, rollout, numbers.view(5, 3), -numbers)
+    for step in range(1, 9):  # in the first step, and in those that evaluate
+        run.log_samples(step, problems, rollout, numbers.view(5, 3), -numbers)
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert rows == [{"step": 7, "prompt": str(p), "completion": f"{p}.{g}", "answer": f"a{p}", "reward": 3.0 * p + g,
-                     "advantage": -(3.0 * p + g)} for p in range(4) for g in range(2)]
+    assert rows == [{"step": step, "prompt": str(p), "completion": f"{p}.{g}", "answer": f"a{p}", "reward": 3.0 * p + g,
+                     "advantage": -(3.0 * p + g)} for step in (1, 7) for p in range(4) for g in range(2)]
 
 
 def install(monkeypatch, package):
@@ -316,17 +317,27 @@ def test_tensorboard_gets_every_metric(tmp_path, monkeypatch):
     install(monkeypatch, "tensorboard")
     run = begin(tmp_path, monkeypatch, log_to="tensorboard")[0]
     run.end_step(3, {"loss": 0.5})
-    assert logged == [(tmp_path / "run" / "tensorboard", 0), ("loss", 0.5, 3), "flushed"]
+    assert logged == [(tmp_path / "run" / "tensorboard", 0), ("loss", 0.5, 3), ("epoch", 0.0, 3), "flushed"]
 
 
 def test_wandb_gets_every_metric(tmp_path, monkeypatch):
-    logged = []
+    """A resumed run continues the one that wandb has, and one that replaces it begins another."""
+    logged, ids = [], []
     log = SimpleNamespace(log=lambda metrics, step: logged.append((metrics, step)))
-    fake = SimpleNamespace(init=lambda **settings: logged.append(settings["config"]["log_to"]) or log,
+    fake = SimpleNamespace(init=lambda id, resume, **settings: ids.append(id) or logged.append(resume) or log,
                            finish=lambda: logged.append("finished"))
     monkeypatch.setitem(sys.modules, "wandb", fake)
     install(monkeypatch, "wandb")
-    run = begin(tmp_path, monkeypatch, log_to="wandb")[0]
-    run.end_step(0, {"loss": 0.5})
-    run.close()
-    assert logged == ["wandb", ({"loss": 0.5}, 0), "finished"]
+    for flags in ({}, {"resume": True}, {"overwrite": True}):
+        run = begin(tmp_path, monkeypatch, log_to="wandb", **flags)[0]
+        run.end_step(0, {"loss": 0.5})
+        run.close()
+    assert logged == ["allow", ({"loss": 0.5, "epoch": 0.0}, 0), "finished"] * 3
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_an_epoch_is_a_pass_over_the_data(tmp_path, monkeypatch):
+    run = begin(tmp_path, monkeypatch)[0]  # its data are two rows
+    run.data.next(5)
+    run.end_step(1, {})
+    assert read_metrics(tmp_path / "run")[0]["epoch"] == 2.5

@@ -394,7 +394,14 @@ def test_no_text_raises_or_takes_long(text):
     ("x^{2}+2x+1", "(x+1)^2", "Factor $x^2+2x+1$.", False),
     ("(x + 1)^2", "x^2+2x+1", "Expand $(x+1)^2$.", False), ("1+2x+x^2", "x^2+2x+1", "Expand $(x+1)^2$.", True),
     ("\\frac{6}{8}", "\\frac34", "Simplify $\\frac{6}{8}$.", False), ("1/2", "0.5", "1/2 as a decimal?", False),
-    ("\\frac{3}{4}", "\\frac34", "Which is it, $\\frac{3}{4}$ or $\\frac{4}{3}$?", True),  # the gold answer itself
+    # the gold answer itself, in whatever way it is typed
+    ("\\frac{3}{4}", "\\frac34", "Which is it, $\\frac{3}{4}$ or $\\frac{4}{3}$?", True),
+    ("\\frac{3}{4}", "3/4", "Which is larger, $\\frac{3}{4}$ or $\\frac{2}{3}$?", True),
+    ("11/12", "\\frac{11}{12}", "Is it 11/12?", True), ("$x^{2}+1$", "x^2+1", "Is it $x^{2}+1$?", True),
+    ("\\sqrt{2}", "\\sqrt2", "Is it $\\sqrt{2}$?", True), ("x+1", "y = x+1", "Is it $x+1$ or $x-1$?", True),
+    ("6/8", "\\frac34", "Simplify $\\frac{6}{8}$.", False), ("\\frac{6}{8}", "3/4", "Simplify 6/8.", False),
+    ("144/12", "12", "What is 144 divided by 12?", False), ("\\frac{20}{4}", "5", "20 apples, 4 friends", False),
+    ("12/(1/13)", "156", "12*13=?", False), ("20/4 = 5", "5", "", True), ("3/4", "0.75", "3 of 4", True),
     ("5\\text{ cm}", "5", "A square has sides of $5\\text{ cm}$.", True), ("30^\\circ", "30", "$30^\\circ$", True),
     ("18 apples", "18", "He has 18 apples.", True), ("$18", "18", "He has $18.", True),
     ("(0, 1)", "(0,1)", "(0, 1)", True)])
