@@ -148,7 +148,8 @@ class RunConfig:
     eval_samples: int = flag(1, "k: if above 1, also sample k completions per problem, for avg@k and pass@k")
     micro_batch_tokens: int = flag(4096, "padded tokens per forward and backward pass: lower it when memory runs out")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, 1/3 more time")
-    freeze_layers: float = flag(0.0, "this share of the layers, from the first, does not train")
+    freeze_layers: float = flag(0.0, "this share of the layers, from the first, does not train (which saves "
+                                     "memory, but little time)")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag(
         "constant", "after the warm-up: constant, or falling to 0 by the last update, if all steps make theirs")
     max_bad_steps: int = flag(5, "updates in a row with a non-finite loss or gradient before the run gives up")
@@ -783,8 +784,8 @@ def read_rows(data: str, split: str) -> list[tuple[dict, str]]:
     if is_built_in(data):
         rows = arithmetic_rows(arithmetic_digits(data), split)
     elif kind := re.search(r"\.(parquet|csv)$", data):
-        raise UserError(f"{data}: want JSON lines; datasets.load_dataset({kind[1]!r}, data_files={data!r}, split='train')"
-                        ".to_json('rows.jsonl') makes them of it")
+        raise UserError(f"{data}: want JSON lines; datasets.load_dataset({kind[1]!r}, data_files={data!r}, "
+                        "split='train').to_json('rows.jsonl') makes them of it")
     elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.isfile(data):
         return read_json_lines(data)
     else:
