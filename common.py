@@ -2675,7 +2675,8 @@ class Run:
             own = json.loads(state["run"])
             dcp.load(state, checkpoint_id=path)
             saved = json.loads(state["run"])
-        if other := [f"{name} was {value}" for name, value in saved.items() if own.get(name) != value]:
+        if other := [f"{name} was {value}" for name, value in saved.items()
+                     if name not in self.MAY_CHANGE and own.get(name) != value]:  # (another version may differ in these)
             raise UserError(f"--resume: {path} is of another run: {', '.join(other)}")
         self.data.position, self.extra, self.bad_steps = state["position"], state["extra"], state["bad_steps"]
         torch.set_rng_state(state["random"])
@@ -3027,6 +3028,7 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     """
     def plain(text):  # x^{2} is x^2, and \frac{1}{2} is 1/2
         return re.sub("[{}]", "", _FRACTION.sub(r"\1\2/\3\4", _bare(text))).rstrip(".")
+    answer = answer[:LONGEST_ANSWER]
     cleaned, gold = _clean(answer), _clean(gold)
     statement = _STATEMENT.fullmatch(cleaned)  # The sum of 57+68 is 125
     concluded = statement[1] if statement else answer
@@ -3038,7 +3040,7 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     unfinished = [_ARITHMETIC.search(number) or whole and _QUOTIENT.search(number) for number in numbers]
     if _DECIMAL.fullmatch(gold) and numbers and all(unfinished):
         return False
-    copied = _FORMULA.search(bare) and plain(concluded) in plain(prompt)
+    copied = _FORMULA.search(bare) and re.search(rf"(?<![\d.]){re.escape(plain(concluded))}(?!\d)", plain(prompt))
     return not copied or plain(cleaned).split("=")[-1] == plain(gold).split("=")[-1]  # y = x+1 is x+1
 
 

@@ -101,6 +101,14 @@ def test_what_may_change_with_resume_and_what_not(tmp_path, monkeypatch):
                 begin(tmp_path, monkeypatch, resume=True, **{field.name: other})
 
 
+def test_a_checkpoint_that_also_holds_what_may_change_now(tmp_path, monkeypatch):
+    """As one of an earlier version does."""
+    with monkeypatch.context() as earlier:
+        earlier.setattr(common.Run, "MAY_CHANGE", common.Run.MAY_CHANGE - {"eval_data"})
+        begin(tmp_path, earlier)
+    begin(tmp_path, monkeypatch, resume=True, eval_data="other")
+
+
 def test_the_seed_is_that_of_all_random_numbers(tmp_path, monkeypatch):
     drawn = []
     for seed in (1, 2, 1):
