@@ -1600,7 +1600,7 @@ def test_accuracy_avg_and_pass(monkeypatch):
     monkeypatch.setattr(common, "sample", sample)
     def score(problems, k):
         return None, torch.tensor([[True], [False]]) if k == 1 else torch.tensor([[True, False], [False, False]])
-    cfg = SimpleNamespace(max_new_tokens=8, eval_samples=2, temperature=0.6)
+    cfg = SimpleNamespace(max_new_tokens=8, eval_samples=2, temperature=0.6, reward="verifier")
     problems = [common.Problem("1", [5], "1", {})] * 2
     metrics = common.evaluate(None, None, problems, score, cfg)
     assert metrics == {"eval_accuracy": 0.5, "eval_avg@2": 0.25, "eval_pass@2": 0.5}
