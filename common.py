@@ -3014,8 +3014,8 @@ _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
 _ARITHMETIC = re.compile(r"[\d)}][.|]?[-+*](?!\{?10\}?[\^⁻⁰¹²³⁴-⁹])[-+]*[\d({|.\\}]"  # not 2*10^6
                          r"|(?<![a-z_])[\d).][({|]+[-+\d.]|[\d)]!|\\binom|\\choose")  # 7(8), not \frac1{2}
 _FORMULA = re.compile(r"[\w)}][-+*/^][\w({\\]|\\[a-z]")  # 1/2, x+1, \sqrt{2}; `_bare` has left out spaces and \text
-_QUOTIENT = re.compile(r"\d[)}]*/[({]*[\d.]|\\frac\{?\d")
-_FRACTION = re.compile(r"\\frac(?:\{(\w+)\}|(\w))(?:\{(\w+)\}|(\w))")
+_QUOTIENT = re.compile(r"\d[)}]*/[({]*[\d.]|\\frac\{?\d")  # 144/12
+_FRACTION = re.compile(r"\\frac(?:\{(\w+)\}|(\w))(?:\{(\w+)\}|(\w))")  # \frac{1}{2}, \frac12
 
 
 def is_worked_out(answer: str, gold: str, prompt: str) -> bool:

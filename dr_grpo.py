@@ -146,7 +146,7 @@ def main(cfg: Config) -> None:
             **run.timing(rollout.lengths.sum())}
 
         # 6. Evaluate and save.
-        run.log_samples(step, batch, rollout, rewards, advantages)
+        run.log_samples(step, batch, rollout, rewards, advantages)  # in step 1, and when it evaluates
         if run.evaluates(step):
             metrics |= common.evaluate(policy, tokenizer, eval_problems, score, cfg)
         run.end_step(step, metrics)

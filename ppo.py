@@ -298,7 +298,7 @@ def main(cfg: Config) -> None:
             metrics |= {"kl": kl.item(), "kl_coef": kl_coef}
 
         # 6. Evaluate and save.
-        run.log_samples(step, batch, rollout, rewards, advantages[:, 0])
+        run.log_samples(step, batch, rollout, rewards, advantages[:, 0])  # in step 1, and when it evaluates
         if run.evaluates(step):
             metrics |= common.evaluate(policy, tokenizer, eval_problems, score, cfg)
         run.end_step(step, metrics)
