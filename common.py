@@ -842,12 +842,12 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
             raise UserError(f"{place}: want a prompt (text, or messages with role and content) under prompt, "
                             f"question or problem; it has {columns(row)}")
         found = [*map(row.get, ANSWERS), verl.get("ground_truth") if isinstance(verl, dict) else None]
-        found = [value for value in found  # no bool, which is an int
+        found = [f"{value:.15g}" if type(value) is float else str(value) for value in found  # 0.1 + 0.2 is 0.3; no bool
                  if type(value) in (str, int) and str(value).strip() or type(value) is float and math.isfinite(value)]
         if need_answer and not found:
             raise UserError(f"{place}: no answer (a string or a finite number) under answer or solution, which "
                             f"--reward verifier needs; it has {columns(row)}")
-        answer = (extract_answer(found[0]) or str(found[0])) if found else None  # None: for a reward function
+        answer = (extract_answer(found[0]) or found[0]) if found else None  # None: for a reward function
         problems.append(Problem(prompt, [], answer, row))
     # NuminaMath writes "proof" where there is no answer.
     kept = [p for p in problems if not need_answer or p.answer != "proof" and len(p.answer) <= LONGEST_ANSWER]
@@ -2259,7 +2259,7 @@ def evaluate(policy, tokenizer, problems: list[Problem], score, cfg) -> dict[str
     prompts = [problem.prompt_ids for problem in problems]
     rewards, correct = score(problems, sample(policy, tokenizer, prompts, 1, cfg.max_new_tokens, greedy=True))
     metrics = {"eval_accuracy": correct.float().mean().item()}
-    if cfg.reward != "verifier":  # whose reward the accuracy tells already
+    if cfg.reward != "verifier" or cfg.format_reward > 0:  # otherwise the accuracy tells it already
         metrics["eval_reward"] = rewards.mean().item()
     if (k := cfg.eval_samples) > 1:
         with torch.random.fork_rng(devices=[]):
@@ -2303,6 +2303,8 @@ def make_optimizer(model, cfg, betas=(0.9, 0.999)):
             module.training = hasattr(module, "gradient_checkpointing")
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=betas, weight_decay=0.0, fused=True)
     updates = cfg.steps * getattr(cfg, "minibatches", 1) * getattr(cfg, "updates_per_batch", 1)
+    if cfg.warmup_steps >= updates:
+        say(f"--warmup_steps {cfg.warmup_steps}: the run has at most {updates} updates, so none has the full --lr")
     name = "constant_with_warmup" if cfg.lr_schedule == "constant" else cfg.lr_schedule
     return optimizer, transformers.get_scheduler(name, optimizer, cfg.warmup_steps, updates)
 

@@ -174,7 +174,7 @@ def main(cfg: Config) -> None:
         # 3. Advantages: compare each completion with its group.
         advantages = group_advantages(rewards, cfg.divide_by_std).flatten()  # [N]
         trains = torch.isin(torch.arange(len(batch)), groups).repeat_interleave(cfg.group_size)  # [N]
-        advantages = advantages * trains.to(run.device)  # 0 for the groups that are left out
+        advantages = advantages * (trains.to(run.device) & loss_mask.any(dim=1))  # 0 for all that is left out
         common.warn_without_signal(step, advantages)
 
         # 4. Update. Weights are relative to the whole minibatch, so the gradients of its micro-batches just add up.

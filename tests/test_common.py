@@ -1438,7 +1438,7 @@ def test_an_evaluation_leaves_the_random_state_as_it_was():
     model, tokenizer = random_model("Qwen2")
     problem = common.Problem("1+1=?", tokenizer.encode("1+1=?"), "2", {"answer": "2"})
     score = common.load_reward(SimpleNamespace(reward="verifier", format_reward=0.0))
-    cfg = SimpleNamespace(max_new_tokens=8, eval_samples=3, temperature=1.0, reward="verifier")
+    cfg = SimpleNamespace(max_new_tokens=8, eval_samples=3, temperature=1.0, reward="verifier", format_reward=0.0)
     state = torch.get_rng_state()
     metrics = common.evaluate(model, tokenizer, [problem] * 2, score, cfg)
     assert metrics.keys() == {"eval_accuracy", "eval_avg@3", "eval_pass@3"}
@@ -1449,10 +1449,11 @@ def test_the_mean_of_a_reward_of_ones_own_is_measured_on_held_out_problems():
     """By the verifier it would be the accuracy, which is measured anyway."""
     model, tokenizer = random_model("Qwen2")
     problems = [common.Problem("1+1=?", tokenizer.encode("1+1=?"), "2", {})] * 2
-    cfg = SimpleNamespace(max_new_tokens=8, eval_samples=1, temperature=1.0, reward="mine.py:reward")
+    cfg = SimpleNamespace(max_new_tokens=8, eval_samples=1, temperature=1.0)
     rewards = torch.tensor([[0.25], [-1.0]])
-    metrics = common.evaluate(model, tokenizer, problems, lambda problems, rollout: (rewards, rewards > 0), cfg)
-    assert metrics == {"eval_accuracy": 0.5, "eval_reward": -0.375}
+    for cfg.reward, cfg.format_reward in (("mine.py:reward", 0.0), ("verifier", 0.5)):
+        metrics = common.evaluate(model, tokenizer, problems, lambda problems, rollout: (rewards, rewards > 0), cfg)
+        assert metrics == {"eval_accuracy": 0.5, "eval_reward": -0.375}
 
 
 def test_meter_weights_its_means():
@@ -1600,7 +1601,7 @@ def test_accuracy_avg_and_pass(monkeypatch):
     monkeypatch.setattr(common, "sample", sample)
     def score(problems, k):
         return None, torch.tensor([[True], [False]]) if k == 1 else torch.tensor([[True, False], [False, False]])
-    cfg = SimpleNamespace(max_new_tokens=8, eval_samples=2, temperature=0.6, reward="verifier")
+    cfg = SimpleNamespace(max_new_tokens=8, eval_samples=2, temperature=0.6, reward="verifier", format_reward=0.0)
     problems = [common.Problem("1", [5], "1", {})] * 2
     metrics = common.evaluate(None, None, problems, score, cfg)
     assert metrics == {"eval_accuracy": 0.5, "eval_avg@2": 0.25, "eval_pass@2": 0.5}

@@ -15,7 +15,7 @@ import torch
 
 import common
 import grpo
-from helpers import FakeRun, read_metrics
+from helpers import FakeRun, random_model, read_metrics
 
 
 def begin(tmp_path, monkeypatch, **flags):
@@ -107,6 +107,14 @@ def test_a_checkpoint_that_also_holds_what_may_change_now(tmp_path, monkeypatch)
         earlier.setattr(common.Run, "MAY_CHANGE", common.Run.MAY_CHANGE - {"eval_data"})
         begin(tmp_path, earlier)
     begin(tmp_path, monkeypatch, resume=True, eval_data="other")
+
+
+@pytest.mark.parametrize("warmup, said", [(23, False), (24, True)])
+def test_a_run_that_is_all_warm_up_says_so(warmup, said, capsys):
+    """Of 24 updates the last has 23/24 of the rate."""
+    cfg = grpo.Config(steps=4, minibatches=3, updates_per_batch=2, warmup_steps=warmup)
+    common.make_optimizer(random_model("Qwen2")[0], cfg)
+    assert ("--warmup_steps 24: the run has at most 24 updates" in capsys.readouterr().err) == said
 
 
 def test_the_seed_is_that_of_all_random_numbers(tmp_path, monkeypatch):
