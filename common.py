@@ -2677,8 +2677,8 @@ class Run:
             own = json.loads(state["run"])
             dcp.load(state, checkpoint_id=path)
             saved = json.loads(state["run"])
-        if other := [f"{name} was {value}" for name, value in saved.items()
-                     if name not in self.MAY_CHANGE and own.get(name) != value]:  # (another version may differ in these)
+        if other := [f"{name} was {value}" for name, value in saved.items()  # another version may have other MAY_CHANGE
+                     if name not in self.MAY_CHANGE and own.get(name) != value]:
             raise UserError(f"--resume: {path} is of another run: {', '.join(other)}")
         self.data.position, self.extra, self.bad_steps = state["position"], state["extra"], state["bad_steps"]
         torch.set_rng_state(state["random"])
@@ -3016,7 +3016,7 @@ _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
 _ARITHMETIC = re.compile(r"[\d)}][.|]?[-+*](?!\{?10\}?[\^⁻⁰¹²³⁴-⁹])[-+]*[\d({|.\\}]"  # not 2*10^6
                          r"|(?<![a-z_])[\d).][({|]+[-+\d.]|[\d)]!|\\binom|\\choose")  # 7(8), not \frac1{2}
 _FORMULA = re.compile(r"[\w)}][-+*/^][\w({\\]|\\[a-z]")  # 1/2, x+1, \sqrt{2}; `_bare` has left out spaces and \text
-_QUOTIENT = re.compile(r"\d[)}]*/[({]*[\d.]|\\frac\{?\d")  # 144/12
+_QUOTIENT = re.compile(r"\d[)}]*/[-({]*[\d.]|\\frac[-({]*[\d.]")  # 144/12
 _FRACTION = re.compile(r"\\frac(?:\{(\w+)\}|(\w))(?:\{(\w+)\}|(\w))")  # \frac{1}{2}, \frac12
 
 
@@ -3030,20 +3030,24 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     """
     def plain(text):  # x^{2} is x^2, and \frac{1}{2} is 1/2
         return re.sub("[{}]", "", _FRACTION.sub(r"\1\2/\3\4", _bare(text))).rstrip(".")
-    answer = answer[:LONGEST_ANSWER]
-    cleaned, gold = _clean(answer), _clean(gold)
-    statement = _STATEMENT.fullmatch(cleaned)  # The sum of 57+68 is 125
+    answer, gold = answer[:LONGEST_ANSWER], _clean(gold)
+    statement = _STATEMENT.fullmatch(_clean(answer))  # The sum of 57+68 is 125
     concluded = statement[1] if statement else answer
-    bare, asked = map(_bare, (concluded, prompt))
+    value, bare, asked = _clean(concluded), _bare(concluded), _bare(prompt)
     if re.match(r"[{(*]*[A-E][).:]", bare) and re.sub("[{}*]", "", bare) in re.sub("[{}*]", "", asked):
         return True  # (B) 3/4, one of the choices in the prompt
-    numbers = [side for side in bare.split("=") if re.search(r"\d", side)]  # of 57+68=125, the second is worked out
-    whole = gold.lstrip("-").isdecimal()
-    unfinished = [_ARITHMETIC.search(number) or whole and _QUOTIENT.search(number) for number in numbers]
-    if _DECIMAL.fullmatch(gold) and numbers and all(unfinished):
-        return False
+    if _DECIMAL.fullmatch(gold):
+        forms = [(_ARITHMETIC, bare)]
+        if Fraction(gold).denominator == 1:
+            forms.append((_QUOTIENT, value.replace(" ", "")))
+        for form, text in forms:
+            sides = [side for side in text.split("=") if re.search(r"\d", side)]
+            if sides and all(map(form.search, sides)):  # of 57+68=125, the second is worked out
+                return False
     copied = _FORMULA.search(bare) and re.search(rf"(?<![\d.]){re.escape(plain(concluded))}(?!\d)", plain(prompt))
-    return not copied or plain(cleaned).split("=")[-1] == plain(gold).split("=")[-1]  # y = x+1 is x+1
+    # y = x+1 is x+1, and 1/2 hour is 1/2
+    value, gold = (re.sub(r"^[a-z](?:\(\w\))?=|(?<=\d)[a-zA-Z]+$", "", plain(text)) for text in (value, gold))
+    return not copied or value == gold
 
 
 def _bare(text: str) -> str:

@@ -138,9 +138,9 @@ def test_an_answer_far_from_the_cut_is_not_punished(tmp_path):
 
 def test_the_script_says_when_filtering_leaves_nothing(tmp_path):
     """All completions are cut off, so none is in the loss, however their rewards differ."""
-    (tmp_path / "reward.py").write_text("def reward(prompt, completion, row):\n    return completion.count('1') - 0.5\n")
+    (tmp_path / "reward.py").write_text("def ones(prompt, completion, row):\n    return completion.count('1') - 0.5\n")
     errors = run_script("dapo.py", "--steps", 1, "--prompts_per_step", 2, "--group_size", 8, "--max_new_tokens", 10,
-                        "--overlong_filtering", "--no_dynamic_sampling", "--reward", f"{tmp_path / 'reward.py'}:reward",
+                        "--overlong_filtering", "--no_dynamic_sampling", "--reward", f"{tmp_path / 'reward.py'}:ones",
                         "--output_dir", tmp_path / "run", *on_few_problems(tmp_path))
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert "its rewards teach nothing" in errors and all(row["advantage"] == 0 for row in rows)

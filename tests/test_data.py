@@ -563,7 +563,8 @@ def test_a_hub_dataset_without_rows(monkeypatch):
         common.read_rows("some/set", "train")
 
 
-@pytest.mark.parametrize("answer, gold", [(0.1 + 0.2, "0.3"), (2.0, "2"), (0.0625, "0.0625"), (1e22, "1e+22"), (7, "7")])
+@pytest.mark.parametrize("answer, gold", [
+    (0.1 + 0.2, "0.3"), (2.0, "2"), (0.0625, "0.0625"), (1e22, "1e+22"), (7, "7")])
 def test_a_number_as_an_answer(answer, gold, tmp_path):
     """How binary fractions round is no part of it."""
     problem, = common.read_problems(rows(tmp_path, {"question": "q", "answer": answer}))

@@ -401,7 +401,13 @@ def test_no_text_raises_or_takes_long(text):
     ("\\sqrt{2}", "\\sqrt2", "Is it $\\sqrt{2}$?", True), ("x+1", "y = x+1", "Is it $x+1$ or $x-1$?", True),
     ("6/8", "\\frac34", "Simplify $\\frac{6}{8}$.", False), ("\\frac{6}{8}", "3/4", "Simplify 6/8.", False),
     ("144/12", "12", "What is 144 divided by 12?", False), ("\\frac{20}{4}", "5", "20 apples, 4 friends", False),
-    ("3/4", "0.75", "$\\frac{13}{4}$ less $\\frac{5}{2}$?", True), ("12/(1/13)", "156", "12*13=?", False), ("20/4 = 5", "5", "", True), ("3/4", "0.75", "3 of 4", True),
+    ("3/4", "0.75", "$\\frac{13}{4}$ less $\\frac{5}{2}$?", True), ("x+1", "x+1.0", "$x+10$ less 9", True),
+    ("12/(1/13)", "156", "12*13=?", False), ("20/4 = 5", "5", "", True), ("3/4", "0.75", "3 of 4", True),
+    ("(21)/(3)", "7", "", False), ("\\frac{-144}{12}", "-12", "", False), ("144/(-12)", "-12", "", False),
+    ("{144 \\over 12}", "12", "", False), ("36 / 2", "18.00", "", False), ("4 (about 27/7)", "4", "", True),
+    ("$4 \\approx \\frac{27}{7}$", "4", "", True), ("1/2 hour", "\\frac{1}{2}", "He rests for 1/2 hour.", True),
+    ("x^2-5x+6=0", "(x-2)(x-3)=0", "Factor $x^2-5x+6=0$.", False),  # not the same formula, though both end in 0
+    ("The probability is $\\frac{1}{3}$.", "\\frac{1}{3}", "P(A) is 1/3. And P(B)?", True),
     ("5\\text{ cm}", "5", "A square has sides of $5\\text{ cm}$.", True), ("30^\\circ", "30", "$30^\\circ$", True),
     ("18 apples", "18", "He has 18 apples.", True), ("$18", "18", "He has $18.", True),
     ("(0, 1)", "(0,1)", "(0, 1)", True)])
