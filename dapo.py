@@ -218,6 +218,7 @@ def main(cfg: Config) -> None:
             "sampled_tokens": int(rollout.lengths.sum()),
             "reward": rewards.mean().item(),
             "accuracy": correct.float().mean().item(),
+            "zero_std_fraction": (rewards == rewards[:, :1]).all(dim=1).float().mean().item(),
             **meter.means(),
             "completion_length": rollout.lengths.float().mean().item(),
             "wrong_length": common.masked_mean(rollout.lengths, ~correct.flatten()).item(),

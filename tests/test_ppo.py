@@ -727,8 +727,8 @@ def test_the_samples_of_ppo_have_the_advantage_of_their_first_token(tmp_path):
 
 
 def test_a_reward_models_scores_are_normalised_and_then_those_without_eos_bounded(tmp_path, monkeypatch):
-    """(score − mean) / std over the first rollout; then, without EOS, at most --missing_eos_score. What the model says
-    itself, of samples and of greedy answers, is logged too: it can be compared with other runs."""
+    """(score − mean) / std over the first rollout; then, without EOS, at most --missing_eos_score. The mean of
+    the scores themselves, which can be compared with other runs, is logged too."""
     save_reward_model(tmp_path / "rm")
     [step] = record_run(
         monkeypatch, "ppo.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 16, "--max_new_tokens", 21,

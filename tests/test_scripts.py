@@ -246,7 +246,7 @@ def test_what_the_log_and_the_samples_say_of_completions(script, tmp_path, monke
         "wrong_length": rollout.lengths[~right].float().mean(), "entropy": entropies.mean(),
         "truncated_fraction": (~plain_finished(rollout)).float().mean(),
         **({"kept_fraction": (right.view(12, 2).sum(1) == 1).float().mean()} if script == "dapo" else {})})
-    if script != "dapo":
+    if script != "dapo":  # whose length penalty counts too
         earned = torch.tensor([float(is_right(rollout, i)) + 1.5 * common.format_reward(text)
                                for i, text in enumerate(rollout.completions)]).view(12, 2)
         equal = (earned.std(1) == 0).float().mean().item()
