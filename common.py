@@ -985,19 +985,20 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
                     f"({messages[-1]['content'][-80:]!r})") from problem
 
 
-def answer_form(tokenizer) -> tuple[str, str, int]:
-    """How a chat template writes an answer that is given, beside its prompt for a new one -> (surplus, lead, end):
+def answer_form(tokenizer) -> tuple[str, str, list[int]]:
+    """How a chat template writes an answer that is given, beside its prompt for a new one -> (surplus, lead, tail):
 
     surplus   what the prompt ends with, but loses before a given answer: R1's and Qwen3.5's <think>
     lead      what a given answer then has in front: Qwen3's empty thought
-    end       the special token after the answer, which may be another than the EOS: Gemma's <end_of_turn>
+    tail      the tokens after the answer: a special one, which may be another than the EOS (Gemma's <end_of_turn>), and
+              what follows it, often a newline
     """
     question, answer = {"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good evening."}
     try:
         prompt, _ = render_prompt([question], tokenizer, "none")
         text = apply_template(tokenizer, [question, answer])
     except Exception:  # there is no template, or it refuses these messages
-        return "", "", tokenizer.eos_token_id
+        return "", "", [tokenizer.eos_token_id]
     before, _, after = text.rpartition(answer["content"])
     # A thought that prompt and answer both open (Qwen3.5's) or both have empty (MiniMind's; DeepSeek-V3.1's is a mere
     # </think>) counts as the answer's, which may have one of its own. No tag is cut in two: "<think>" and "</think>"
@@ -1005,9 +1006,9 @@ def answer_form(tokenizer) -> tuple[str, str, int]:
     shared = re.sub(r"(<think>\s*)?(</think>\s*)?$|<[^<>\s]*$", "", os.path.commonprefix([prompt, before]))
     if question["content"] not in shared:  # they part before the answer: nothing to compare
         prompt = before = shared
-    ids = tokenizer(after.strip(), add_special_tokens=False)["input_ids"]
+    ids = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
     token = tokenizer.added_tokens_decoder.get(ids[0]) if ids else None
-    return prompt[len(shared):], before[len(shared):], ids[0] if token and token.special else tokenizer.eos_token_id
+    return prompt[len(shared):], before[len(shared):], ids if token and token.special else [tokenizer.eos_token_id]
 
 
 def thought_opening(surplus: str) -> str:
@@ -1018,7 +1019,7 @@ def thought_opening(surplus: str) -> str:
 
 def turn_end(tokenizer) -> int:
     """The token that ends an answer: the special token that the chat template puts after one, or else EOS."""
-    return answer_form(tokenizer)[2]
+    return answer_form(tokenizer)[2][0]
 
 
 def pad_unlike_eos(tokenizer) -> int:
@@ -1182,8 +1183,8 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
     """Rows `prompt`, `chosen`, `rejected`; or whole dialogues without `prompt`; or `prompt`, `responses` (best first).
 
     Optional `scores` order the responses, and may tie. Not yet encoded. Rows that teach nothing, because their answers
-    are equal or tie (also by `tie: true`, `margin: 0` or equal `score_chosen` and `score_rejected`), are left out, with
-    a line that says how many.
+    are equal or tie (also by `tie: true`, `status: "tie"`, `margin: 0` or equal RATINGS), are left out, with a line
+    that says how many.
     """
     source = str(build_tiny_preferences(data, split)) if is_built_in(data) else data
     preferences = []
@@ -1212,13 +1213,18 @@ def prompt_and_answers(row: dict) -> tuple:
     if prompt is not None and not is_prompt(prompt):
         raise ValueError("want a prompt (text, or messages with role and content)")
     if all(isinstance(answer, list) for answer in answers):
+        if any(answer[-1].get("tool_calls") for answer in answers):
+            raise ValueError("an answer has tool_calls, which are not read: want text in its content")
         talks = [[(turn["role"], turn["content"].strip()) for turn in answer] for answer in answers]
         if any(talk[:-1] != talks[0][:-1] for talk in talks):
             raise ValueError("want conversations that share all but their last turns")
         if any(talk[-1][0] in ("user", "system") for talk in talks):
             raise ValueError("want conversations that end with an answer")
         known = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-        if len(talks[0]) - 1 > len(known):  # a `prompt` may stand beside conversations, and may be one turn of several
+        texts = [text for _, text in talks[0][:-1]]
+        if known and texts and talks[0][0][0] == "assistant" and known[-1]["content"].strip() not in texts:
+            prompt = known + answers[0][:-1]  # the conversations go on where the prompt ends
+        elif len(talks[0]) - 1 > len(known):  # a `prompt` may stand beside conversations, and may be one turn of several
             # A system message that only the prompt or the `system` column has goes in front.
             system = [turn for turn in (known or system_turn(row))[:1]
                       if turn["role"] == "system" and talks[0][0][0] != "system"]
@@ -1240,6 +1246,11 @@ def with_thought(message: dict) -> str:
     return begun + message["content"]
 
 
+# What UltraFeedback's and Argilla's versions call the scores of the two answers
+RATINGS = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating"),
+           ("chosen-rating", "rejected-rating"))
+
+
 def read_preference(row: dict) -> Preference | None:
     """One row; None if it prefers nothing. A malformed one raises ValueError."""
     prompt, answers, scores = prompt_and_answers(row)
@@ -1253,8 +1264,8 @@ def read_preference(row: dict) -> Preference | None:
     best = {}  # answer: score, best first; of equal answers the best counts
     for answer, score in sorted(zip(answers, scores), key=lambda pair: -pair[1]):
         best.setdefault(answer, float(score))
-    rated = row.get("score_chosen"), row.get("score_rejected")  # UltraFeedback has both
-    if row.get("tie") or margin == 0 or is_number(rated[0]) and rated[0] == rated[1] or len(set(best.values())) == 1:
+    rated = [row.get(chosen) == row.get(rejected) for chosen, rejected in RATINGS if is_number(row.get(chosen))]
+    if row.get("tie") or row.get("status") == "tie" or margin == 0 or any(rated) or len(set(best.values())) == 1:
         return None
     return Preference(prompt, [], list(best), [], list(best.values()), float(margin or 0))
 
@@ -1272,7 +1283,7 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str,
     ended: a cut answer gets its end in place of its last token, since --reward reads a reward model's scores there. (A
         policy would learn from such answers to break off.)
     """
-    surplus, lead, end = answer_form(tokenizer)
+    surplus, lead, (end, *_) = answer_form(tokenizer)
     endings = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens([end, tokenizer.eos_token_id])))
     endings = rf"(({endings})\s*)+$"  # some data has them already
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="", surplus=surplus)
@@ -2130,10 +2141,9 @@ def load_reward_model(cfg):
     """--reward DIRECTORY -> scores(problems [P], rollout) [N], less the `reward_shift` in the model's config.
 
     A model with the policy's vocabulary and chat template scores the tokens that were sampled. Any other one scores the
-    decoded text, through its own. Every completion is read as if it ended with `turn_end`, as the answers do that the
-    model has learned from: it may have been cut, or have ended with another of the policy's ends. (Read at any other
-    token, a reward model for SmolLM2 scored cut answers higher than good ones.) Like those answers, it is cut where the
-    context ends.
+    decoded text, through its own. Every completion is read as if it ended as the answers do that the model has learned
+    from: it may have been cut, or have ended with another of the policy's ends. (Read at any other token, a reward
+    model for SmolLM2 scored cut answers higher than good ones.) Like those answers, it is cut where the context ends.
     """
     try:
         own = load_tokenizer(cfg.reward, cfg.trust_remote_code)
@@ -2146,10 +2156,14 @@ def load_reward_model(cfg):
     shift = getattr(model.config, "reward_shift", 0.0)
     other = load_tokenizer(model_name(cfg), cfg.trust_remote_code)  # the policy's
     same_tokens = own.get_vocab() == other.get_vocab() and own.chat_template == other.chat_template
-    end, context = turn_end(own), context_length(model)
+    # What reward_model.py has trained is read at the end of a turn. Others, such as TRL's, have learned from the whole
+    # text of a template, and are read at its last token: ChatML's and Gemma's write a newline after that end.
+    whole = not hasattr(model.config, "reward_shift")
+    last_token, context = answer_form(own)[2][-1 if whole else 0], context_length(model)
+    same_tokens = same_tokens and last_token == turn_end(own)
 
     def scores(problems: list[Problem], rollout: Rollout) -> torch.Tensor:
-        batch = rollout if same_tokens else retokenize(problems, rollout, own, cfg.system_prompt)
+        batch = rollout if same_tokens else retokenize(problems, rollout, own, cfg.system_prompt, whole)
         T, position = batch.mask.shape[1], batch.attention_mask.cumsum(1)
         if (longest := int(position[:, -T - 1].max())) >= context:
             raise UserError(f"--reward {cfg.reward}: its context is {context} tokens, a prompt has {longest}")
@@ -2157,8 +2171,8 @@ def load_reward_model(cfg):
             say(f"--reward {cfg.reward}: cut {cut} of {len(position)} sequences where its context ends")
         kept = batch.attention_mask * (position <= context)
         last = (kept * position).argmax(1, keepdim=True)  # [N, 1] the column of each last token
-        # The end takes the place of that token: one more might not fit into the context.
-        batch = Batch(batch.input_ids.scatter(1, last, end), kept, kept[:, -T:].bool())
+        # It becomes the right one: one token more might not fit into the context.
+        batch = Batch(batch.input_ids.scatter(1, last, last_token), kept, kept[:, -T:].bool())
         # Copies of a row are scored once. In different micro-batches they could round differently, but a group of
         # copies must have advantages of exactly 0, and two copies make no pair.
         ids, first = batch.input_ids.where(batch.attention_mask > 0, -1).cpu().numpy(), {}
@@ -2170,9 +2184,10 @@ def load_reward_model(cfg):
     return scores
 
 
-def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prompt: str) -> Batch:
-    """A rollout's N sequences in another model's tokens, as `encode_preferences` writes answers, all with an end."""
-    surplus, lead, end = answer_form(tokenizer)
+def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prompt: str, whole: bool = False) -> Batch:
+    """A rollout's N sequences in another model's tokens, as `encode_preferences` writes answers, all with an end; if
+    whole, with the whole tail that the template writes (`answer_form`)."""
+    surplus, lead, tail = answer_form(tokenizer)
     of_rows = [row_prompt(problem.row) for problem in problems]
     # `problem.prompt` has messages as the policy's template wrote them.
     prompts = [prompt if isinstance(prompt, list) else problem.prompt for prompt, problem in zip(of_rows, problems)]
@@ -2185,7 +2200,7 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     G, completions = len(rollout.completions) // len(problems), iter(rollout.completions)
     given = [(text, ids, opening + next(completions), is_begun(prompt)) for prompt, text, ids, opening
              in zip(prompts, rendered, encode(tokenizer, rendered), openings) for _ in range(G)]  # [N]
-    answers = [answer + [end] for answer in encode_answers(tokenizer, given, lead)]
+    answers = [answer + tail[:None if whole else 1] for answer in encode_answers(tokenizer, given, lead)]
     return collate([ids for _, ids, *_ in given], answers, tokenizer.pad_token_id, rollout.mask.device)
 
 

@@ -159,7 +159,8 @@ def main(cfg: Config) -> None:
     # has no bias to hold this shift: model/config.json keeps it, and --reward subtracts it.
     best_scores = [scores[0] for scores in answer_scores(model, tokenizer, data.first(2000), cfg, run.device)]
     model.config.reward_shift = torch.stack(best_scores).mean().item()
-    model.config.pad_token_id = common.pad_unlike_eos(tokenizer)
+    model.config.pad_token_id = model.config.get_text_config().pad_token_id = common.pad_unlike_eos(tokenizer)
+    model.config.problem_type = "regression"  # else transformers' pipeline would return the sigmoid of a score
     run.finish(model, tokenizer)
 
 

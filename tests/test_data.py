@@ -931,6 +931,14 @@ def test_the_last_turn_is_the_answer():
     assert read.answers == ["a", "b"]
 
 
+def test_an_answer_with_tool_calls_is_refused():
+    """Read without them, it might be empty, and still the better one."""
+    row = {"prompt": "1", "chosen": [{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}],
+           "rejected": [{"role": "assistant", "content": "I do not know", "tool_calls": None}]}
+    with pytest.raises(ValueError, match="tool_calls"):
+        common.read_preference(row)
+
+
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
 def test_a_thought_under_a_key_of_its_own_is_part_of_the_answer(key):
     read = common.read_preference({"prompt": "1", "chosen": [{"role": "assistant", "content": "a", key: "hm"}],
@@ -950,6 +958,10 @@ def test_a_prompt_beside_conversations_of_several_turns():
     assert common.read_preference({"prompt": complete[:2], **whole}).prompt == complete  # one system message, not two
     spaced = [{**turn, "content": turn["content"] + " ", "id": 7} for turn in rest["rejected"]]
     assert common.read_preference({"prompt": "1", **rest, "rejected": spaced}).answers == ["a", "b "]
+    for prompt in ("0", complete[:1] + [{"role": "user", "content": "0"}]):  # answers that go on where it ends
+        later = {name: conversation[1:] for name, conversation in rest.items()}
+        *known, last = common.read_preference({"prompt": prompt, **later}).prompt[:-2]
+        assert last == {"role": "user", "content": "0"} and known == (complete[:1] if len(prompt) > 1 else [])
     with pytest.raises(ValueError, match="want conversations that end with an answer"):
         common.read_preference({"prompt": "1", "chosen": turns, "rejected": turns[:2] + [{**turns[2], "content": "4"}]})
     with pytest.raises(ValueError, match="all but their last turns"):
@@ -960,7 +972,9 @@ def test_a_tie_is_no_preference():
     row = {"prompt": "p", "chosen": "a", "rejected": "b"}
     assert common.read_preference(row | {"margin": 0}) is None and common.read_preference(row | {"tie": True}) is None
     assert common.read_preference(row | {"margin": 0.1, "tie": False}).margin == 0.1
-    assert common.read_preference(row | {"score_chosen": 7.0, "score_rejected": 7.0}) is None
+    assert common.read_preference(row | {"status": "tie", "chosen_score": 7.0}) is None
+    for chosen, rejected in common.RATINGS:
+        assert common.read_preference(row | {chosen: 7.0, rejected: 7}) is None
     for scores in ({"score_chosen": 8, "score_rejected": 7}, {"score_chosen": None, "score_rejected": None}):
         assert common.read_preference(row | scores).answers == ["a", "b"]
 

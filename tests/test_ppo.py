@@ -383,7 +383,7 @@ def test_a_reward_model_reads_the_sampled_tokens_at_their_end(end, tmp_path, pol
     """The reward is its score of each row without padding, minus the config's shift. It is read at `turn_end`, with
     which all answers end that the model has learned from; one that was cut, or ended with another token, gets it in
     place of its last one."""
-    monkeypatch.setattr(common, "turn_end", lambda tokenizer: end)
+    monkeypatch.setattr(common, "answer_form", lambda tokenizer: ("", "", [end]))
     model = save_reward_model(tmp_path / "rm", shift=1.0)
     problems, rollout = problems_and_rollout(policy_directory)
     assert rollout.finished.any() and not rollout.finished.all()
@@ -483,6 +483,42 @@ def test_a_reward_model_with_another_template_reads_its_own(tmp_path, policy_dir
         ids = tokenizer.encode(f"({problems[i // 4].prompt}),{text}") + [tokenizer.eos_token_id]
         expected = model.score(model.base_model(torch.tensor([ids]))[0])[0, -1, 0]
         torch.testing.assert_close(rewards.flatten()[i], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shift", [None, 1.0])
+def test_a_reward_model_of_others_reads_all_that_its_template_writes(shift, tmp_path, policy_directory):
+    """ChatML and Gemma write a newline (here: a comma) behind the token that ends a turn. TRL's reward models have
+    learned to judge there, at the last token of the template's text; those of reward_model.py, which have a
+    `reward_shift`, at the end of the turn. Policy and reward model have the same tokenizer."""
+    tokenizer = common.tiny_tokenizer()
+    tokenizer.chat_template = ("{% for m in messages %}{{ '(' if m.role == 'user' else '' }}{{ m.content }}"
+                               "{{ ')' if m.role == 'user' else '<eos>,' }}{% endfor %}")
+    model = save_reward_model(tmp_path / "rm")
+    if shift is None:
+        del model.config.reward_shift
+    else:
+        model.config.reward_shift = shift
+    for directory in (tmp_path / "rm", policy_directory):
+        tokenizer.save_pretrained(directory)
+    model.config.save_pretrained(tmp_path / "rm")
+    problems, rollout = problems_and_rollout(policy_directory)
+    for problem in problems:
+        problem.prompt_ids = tokenizer.encode(f"({problem.prompt})")
+    policy = AutoModelForCausalLM.from_pretrained(policy_directory).eval()
+    rollout = common.sample(policy, tokenizer, [problem.prompt_ids for problem in problems], 4, 12)
+    rewards, _ = common.load_reward(reward_config(tmp_path / "rm", policy_directory, system_prompt="none"))(
+        problems, rollout)
+    for i, reward in enumerate(rewards.flatten()):
+        talk = [{"role": "user", "content": problems[i // 4].prompt},
+                {"role": "assistant", "content": rollout.completions[i]}]
+        ids = tokenizer.apply_chat_template(talk, return_dict=False)
+        assert tokenizer.decode(ids[-2:]) == "<eos>,"
+        if shift is not None:
+            ids = ids[:-1]
+        if rollout.finished[i] or shift is None:
+            expected = model.score(model.base_model(torch.tensor([ids]))[0])[0, -1, 0] - (shift or 0.0)
+            torch.testing.assert_close(reward, expected, rtol=1e-4, atol=1e-5)
+    assert rollout.finished.any() and not rollout.finished.all()
 
 
 def test_scores_that_are_not_finite_are_refused(tmp_path, policy_directory, monkeypatch):

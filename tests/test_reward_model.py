@@ -105,11 +105,21 @@ ROWS = [{"prompt": "12+34=?", "chosen": "46", "rejected": "64,64", "margin": 0.5
         {"prompt": "5+5=?", "responses": ["10", "0", "55", "5,5"], "scores": [1, 0, 0, 0]}]
 
 
+def random_gemma_3():
+    """It also reads images; what concerns text stands in a `text_config`, which here names no pad token."""
+    language_model, tokenizer = random_model("Gemma3Text", head_dim=8)
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8,
+                  patch_size=4)
+    text = {**language_model.config.to_dict(), "pad_token_id": None}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    return transformers.Gemma3ForConditionalGeneration(config), tokenizer
+
+
 @pytest.fixture
 def run_step(tmp_path):
     """run_step(architecture, *flags) -> output directory of a run: one step on all ROWS, lr = 0, pad = EOS."""
     def run(architecture, *flags):
-        model, tokenizer = random_model(architecture)
+        model, tokenizer = random_model(architecture) if architecture != "Gemma3" else random_gemma_3()
         tokenizer.pad_token = tokenizer.eos_token
         save(tmp_path / "base", model, tokenizer)
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -189,10 +199,10 @@ def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
                                    "eval_calibration_error": reward_model.calibration_error(held_out)})
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2", "GPT2"])
+@pytest.mark.parametrize("architecture", ["Qwen2", "GPT2", "Gemma3"])
 def test_plain_transformers_reads_the_same_scores_from_the_saved_model(run_step, architecture):
-    """One by one and in a padded batch, although the pad token was the EOS; reward_shift is the mean score of the best
-    answers."""
+    """One by one, in a padded batch, although the pad token was the EOS, and through a pipeline; reward_shift is the
+    mean score of the best answers."""
     directory = run_step(architecture)
     model = AutoModelForSequenceClassification.from_pretrained(directory / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
@@ -205,6 +215,9 @@ def test_plain_transformers_reads_the_same_scores_from_the_saved_model(run_step,
     own = common.sequence_scores(model, padded["input_ids"], padded["attention_mask"])
     torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(alone, own.detach(), rtol=1e-4, atol=1e-5)
+    pipe = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer)
+    piped = pipe([text + tokenizer.eos_token for text in texts], add_special_tokens=False, batch_size=3)
+    torch.testing.assert_close(torch.tensor([found["score"] for found in piped]), alone, rtol=1e-4, atol=1e-5)
     assert model.config.num_labels == 1 and model.config.reward_shift == pytest.approx(alone.mean().item(), rel=1e-4)
 
 
