@@ -1224,7 +1224,7 @@ def prompt_and_answers(row: dict) -> tuple:
         texts = [text for _, text in talks[0][:-1]]
         if known and texts and talks[0][0][0] == "assistant" and known[-1]["content"].strip() not in texts:
             prompt = known + answers[0][:-1]  # the conversations go on where the prompt ends
-        elif len(talks[0]) - 1 > len(known):  # a `prompt` may stand beside conversations, and may be one turn of several
+        elif len(talks[0]) - 1 > len(known):  # a `prompt` may stand beside conversations, and be one turn of several
             # A system message that only the prompt or the `system` column has goes in front.
             system = [turn for turn in (known or system_turn(row))[:1]
                       if turn["role"] == "system" and talks[0][0][0] != "system"]
@@ -3028,7 +3028,7 @@ def is_equivalent(prediction, answer) -> bool:
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
-_ARITHMETIC = re.compile(r"[\d)}][.|]?[-+*](?!\{?10\}?[\^⁻⁰¹²³⁴-⁹])[-+]*[\d({|.\\}]"  # not 2*10^6
+_ARITHMETIC = re.compile(r"[\d)}][.|]?[-+*x](?!\{?10\}?[\^⁻⁰¹²³⁴-⁹])[-+]*[\d({|.\\}]"  # not 2*10^6
                          r"|(?<![a-z_])[\d).][({|]+[-+\d.]|[\d)]!|\\binom|\\choose")  # 7(8), not \frac1{2}
 _FORMULA = re.compile(r"[\w)}][-+*/^][\w({\\]|\\[a-z]")  # 1/2, x+1, \sqrt{2}; `_bare` has left out spaces and \text
 _QUOTIENT = re.compile(r"\d[)}]*/[-({]*[\d.]|\\frac[-({]*[\d.]")  # 144/12
@@ -3114,7 +3114,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\\frac\{ ?([a-z]{4,}) ?\}\{ ?([a-z]{4,}) ?\}", r"\1/\2"),
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
     (r"(?i)^(?:(?:so|hence),? (?=-?\d)|(?:therefore|thus),? (?![a-z']{2,},? .*\d|[ai] )|(?:about|approximately"
-     r"|exactly|roughly|given by|option|choice|an?(?= [a-z]{5,}$)) )", ""),
+     r"|exactly|roughly|given by|option|choice|an?(?= [a-z]{5,}$)) |USD? ?(?=-?\.?\d))", ""),
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z; but not a clause with the result in it
     (r"(?<=[\w)} ])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 base 2
@@ -3153,7 +3153,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?<![\w.^)}])(\d+)(?: (\d+/\d+)| ?(\\frac\{\d+\}\{\d+\}))", r"(\1+\2\3)"),
     (r"(\d*)\.(\d*) ?\\(?:overline|dot)\{(\d+)\}",
      lambda d: f"({d[1]}.{d[2]}0+{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
-    (r"(?<=\d) ?x ?(?=10\^)", "*"),
+    (r"(?<=\d) ?x ?(?=10\^)|(?<=\d) x (?=\.?\d)", "*"),
     # 1,234 is a number, but (1,234) is a pair: only before the first bracket
     (r"^[^(\[‹]*", lambda head: _THOUSANDS.sub(lambda number: number[0].replace(number[1], ""), head[0]))]]
 
@@ -3252,7 +3252,9 @@ def _parts(text: str) -> tuple[str, list[str]]:
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, but x^2 = 5 does not; x ≥ 5 agrees with [5, \\infty)."""
     if kind[-1] == "=":
-        is_name = re.fullmatch(r"(?!-)\D*(?:_\{?[\d/,]+\}?|(?:\^\{-1\})?\(-?[^()+-]*\))?\s*", sides[0])  # x, x_1, f(-2)
+        # x, x_1, f(-2), f(g(3)), x_1 + x_2, f(1) - f(2)
+        is_name = re.fullmatch(r"(?!-)\D*(?:(?:_\{?[\d/,]+\}?|\^\{-1\}(?=\()|\(-?[^()+\d-]*\d[^()+-]*\)+)\D*)*",
+                               sides[0])
         is_name = is_name or sides[-1].startswith("[[")  # A^{-1} before a matrix
         return _same(sides[-1], plain, depth) and (bool(is_name) or _same_value(sides[0], plain))
     if kind == "≠" and _LETTER.fullmatch(sides[0]):
@@ -3350,7 +3352,7 @@ def _power(base, exponent):
     if _bits(exponent) and _bits(base) * abs(exponent) > MOST_BITS:
         raise ValueError
     # The real root: (-8)^{1/3} and \sqrt[3]{-8} are -2. (A letter, as in (-1)^n, is a fraction of denominator 97.)
-    if _bits(base) and _bits(exponent) and base < 0 and exponent.denominator in range(3, 97, 2):
+    if not isinstance(base, complex) and _bits(exponent) and base < 0 and exponent.denominator in range(3, 97, 2):
         return (-1) ** exponent.numerator * (-base) ** exponent
     return base ** exponent
 
@@ -3389,7 +3391,8 @@ def _values(text: str) -> tuple[list, float]:
     on a pair never changes. Where the text is no formula, this raises one of the errors that `_same` catches.
     """
     # n2^n, (n-1)2^n, 2^6 3^5, 3!7! and the i2 of e^{i2\pi/3} are products, but x2 is not 2x.
-    text = re.sub(r"(?<!\\ln)(?<!\\log)(?<=[a-zA-Z)}]) ?(?=\d+\^)|(?<=\^\d) (?=\d)|(?<=[!i]) ?(?=\d)", "*", text)
+    text = re.sub(r"(?<!\\ln)(?<!\\log)(?<=[a-zA-Z)}]) ?(?=\d+\^)|(?<=\^\d) (?=\d)"
+                  r"|(?:(?<=!)|(?<=i)(?<!pi)) ?(?=\d)", "*", text)
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
     tokens, values, letters = [], [], []  # tokens: a stack with the first one on top, and ";" at the bottom
     floats = [0.0]  # the sizes of all floats on the way; fractions do not round. (`modulus` is set at the end.)
