@@ -3253,8 +3253,8 @@ def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, but x^2 = 5 does not; x ≥ 5 agrees with [5, \\infty)."""
     if kind[-1] == "=":
         # x, x_1, f(-2), f(g(3)), x_1 + x_2, f(1) - f(2)
-        is_name = re.fullmatch(r"(?!-)\D*(?:(?:_\{?[\d/,]+\}?|\^\{-1\}(?=\()|\(-?[^()+\d-]*\d[^()+-]*\)+)\D*)*",
-                               sides[0])
+        is_name = re.fullmatch(r"(?!-)\D*(?:(?:_\{?[\d/,]+\}?|\^\{-1\}(?=\()"
+                               r"|(?<=[a-zA-Z}])\(-?[^()+\d-]*\d[^()+-]*\)+(?! ?[\w(\\]))\D*)*", sides[0])
         is_name = is_name or sides[-1].startswith("[[")  # A^{-1} before a matrix
         return _same(sides[-1], plain, depth) and (bool(is_name) or _same_value(sides[0], plain))
     if kind == "≠" and _LETTER.fullmatch(sides[0]):

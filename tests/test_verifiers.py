@@ -333,7 +333,8 @@ def test_the_same_answer_written_another_way(a, b):
     ("They plant 3 trees for every tree they chop so they need to plant 500 trees * 3 = 1500 trees.", "3"),
     ("He has $.6 in dimes because 6 times .1 equals .6", "6"),
     ("y=\\ln 3^2", "y=\\ln 3"), ("f(2)+1 = 5", "5"), ("2f(3) = 5", "5"), ("-f(2) = 5", "5"), ("f(1)+3f(2) = 5", "5"),
-    ("x_1^2 = 5", "5"), ("(x-1)(x-2) = 5", "5"), ("4 x 10 = 30", "30"),
+    ("x_1^2 = 5", "5"), ("(x-1)(x-2) = 5", "5"), ("4 x 10 = 30", "30"), ("(5/2)x = 5", "5"), ("f(2)x = 5", "5"),
+    ("x + (1/2)x = 5", "5"),
     ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # long units are compared in linear time
 def test_another_answer(a, b):
     assert not is_equivalent(a, b) and not is_equivalent(b, a)
