@@ -3252,11 +3252,11 @@ def _parts(text: str) -> tuple[str, list[str]]:
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, but x^2 = 5 does not; x ≥ 5 agrees with [5, \\infty)."""
     if kind[-1] == "=":
-        # x, x_1, f(-2), f(g(3)), x_1 + x_2, f(1) - f(2)
-        is_name = re.fullmatch(r"(?!-)\D*(?:(?:_\{?[\d/,]+\}?|\^\{-1\}(?=\()"
-                               r"|(?<=[a-zA-Z}])\(-?[^()+\d-]*\d[^()+-]*\)+(?! ?[\w(\\]))\D*)*", sides[0])
-        is_name = is_name or sides[-1].startswith("[[")  # A^{-1} before a matrix
-        return _same(sides[-1], plain, depth) and (bool(is_name) or _same_value(sides[0], plain))
+        # In x, x_1, f(-2), f(g(3)) and x_1 + x_2, all digits belong to an index or to the argument of a function.
+        rest = re.sub(r"_\{?[\d/,]+\}?|\^\{-1\}(?=\()|(?<=[a-zA-Z}])\(-?[^()+\d-]*\d[^()+-]*\)++(?! ?[\w(\\])", "",
+                      sides[0])
+        is_name = not re.search(r"^-|\d", rest) or sides[-1].startswith("[[")  # A^{-1} before a matrix
+        return _same(sides[-1], plain, depth) and (is_name or _same_value(sides[0], plain))
     if kind == "≠" and _LETTER.fullmatch(sides[0]):
         return _same(f"(-\\infty,{sides[1]})∪({sides[1]},\\infty)", plain, depth)
     if len(sides) == 2:  # x < 3 is -\infty < x < 3
