@@ -2101,15 +2101,15 @@ def load_reward(cfg, wrong: float = 0.0):
 
     def judge(problem: Problem, completion: str, model_score: float | None) -> tuple[float, bool]:
         if function:
-            verdict = function(problem, completion)
-        elif model_scores and problem.answer is None:
-            verdict = model_score
+            reward = function(problem, completion)
+            right = reward > 0
+        elif model_scores:
+            reward = model_score
+            right = reward > 0 if problem.answer is None else is_right(problem, completion)
         else:
-            answer = extract_answer(problem.begun + completion, closed_only=True)
-            right = is_equivalent(answer, problem.answer) and is_worked_out(answer, problem.answer, problem.prompt)
-            verdict = 1.0 if right else wrong
-        reward = model_score if model_scores else verdict
-        return reward + cfg.format_reward * format_reward(problem.opening + completion), verdict > 0
+            right = is_right(problem, completion)
+            reward = 1.0 if right else wrong
+        return reward + cfg.format_reward * format_reward(problem.opening + completion), right
 
     def score(problems: list[Problem], rollout: Rollout):
         G = len(rollout.completions) // len(problems)
@@ -2131,6 +2131,12 @@ def load_reward(cfg, wrong: float = 0.0):
         rewards, correct = zip(*gather_in_order(judged))
         return [torch.tensor(of_rows, device=rollout.mask.device).view(-1, G) for of_rows in (rewards, correct)]
     return score
+
+
+def is_right(problem: Problem, completion: str) -> bool:
+    """The verifier's judgement."""
+    answer = extract_answer(problem.begun + completion, closed_only=True)
+    return is_equivalent(answer, problem.answer) and is_worked_out(answer, problem.answer, problem.prompt)
 
 
 def is_reward_model(reward: str) -> bool:
