@@ -926,11 +926,19 @@ ONE_DAY = ("{% macro strftime_now(form) %}{{ form.replace('%d', '26').replace('%
 
 
 def apply_template(tokenizer, messages: list[dict], **kwargs) -> str:
-    """The text of chat messages, as the tokenizer's chat template writes it on `ONE_DAY`. Raises whatever it raises."""
+    """The text of chat messages, as the tokenizer's chat template writes it on `ONE_DAY`. Raises whatever that raises,
+    and ValueError if it leaves out a message, but for past answers, which templates often shorten."""
     template = ONE_DAY + tokenizer.get_chat_template()
     # `datasets` writes null for a key that other rows have. Some templates look only whether the key is there.
     messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
-    return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **kwargs)
+    text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **kwargs)
+    for m in messages:
+        longest = max(re.findall(r"\w+", m["content"]), key=len, default="")
+        # SmolLM3's takes its switch "/think" out of system messages, and so breaks SYSTEM_PROMPT's "</think>".
+        words = m["content"].split() if m["content"] == SYSTEM_PROMPT else [longest]
+        if m["role"] != "assistant" and not all(word in text for word in words):
+            raise ValueError(f"it leaves out the message of role {m['role']}")
+    return text
 
 
 def is_begun(prompt) -> bool:
@@ -972,12 +980,6 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
         try:
             text = apply_template(tokenizer, messages, add_generation_prompt=not begun, continue_final_message=begun,
                                   **thinking)
-            for m in messages:
-                longest = max(re.findall(r"\w+", m["content"]), key=len, default="")
-                # SmolLM3's takes its switch "/think" out of system messages, and so breaks the default's "</think>".
-                words = m["content"].split() if m["content"] == default else [longest]
-                if not all(word in text for word in words) and m["role"] != "assistant":  # past answers often are
-                    raise ValueError(f"it leaves out the message of role {m['role']}")
             return text if begun else text.removesuffix(surplus), True
         except Exception as error:  # templates are programs
             problem = error
