@@ -2449,15 +2449,7 @@ class Run:
         """
         self.data, self.trained = data, trained
         self.bad_steps = dict.fromkeys(trained, 0)  # each model's skipped updates in a row
-        signal.signal(signal.SIGINT, self.note_signal)  # until `close`
-        signal.signal(signal.SIGTERM, self.note_signal)
-        # A process that a reward function forks inherits these handlers, but Process.terminate() has to end it. (Ctrl-C
-        # must not: `ctrl_c_blocked`.) SIGTERM waits until that is set up: `note_signal` would swallow it in the child,
-        # and leaving a Pool would hang about one time in fifty.
-        block, unblock = (functools.partial(signal.pthread_sigmask, how, {signal.SIGTERM})
-                          for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
-        os.register_at_fork(before=block, after_in_parent=unblock,
-                            after_in_child=lambda: (signal.signal(signal.SIGTERM, signal.SIG_DFL), unblock()))
+        self.catch_signals()
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
             mark, lock = from_main_rank(on_main_rank(self.lock_directory)), self.directory / ".lock"
             # Creates one on a machine that does not share it; on NFS, refreshes what this machine knows of it.
@@ -2513,6 +2505,27 @@ class Run:
                 writer.add_scalar(name, value, step)
             writer.flush()  # the run may be killed before the writer would do it
         return log
+
+    def catch_signals(self):
+        """Have `note_signal` called on Ctrl-C and SIGTERM, until `close`.
+
+        A process that a reward function forks inherits this, but Process.terminate() has to end it. (Ctrl-C must not:
+        `ctrl_c_blocked`.) SIGTERM waits until that is set up: `note_signal` would swallow it in the child, and leaving
+        a Pool would hang about one time in fifty.
+        """
+        signal.signal(signal.SIGINT, self.note_signal)
+        signal.signal(signal.SIGTERM, self.note_signal)
+
+        def block():
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+        def unblock():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+        def in_child():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            unblock()
+        os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=in_child)
 
     def note_signal(self, number, frame):
         """Signal handler: stop after this step. A second signal ends the process at once, but not under torchrun, which
