@@ -3402,7 +3402,7 @@ _TOKEN = re.compile(rf"""
 
 
 @functools.lru_cache(4096)
-def _values(text: str) -> tuple[list, float]:
+def _values(text: str) -> tuple[tuple, float]:
     """The values of a formula at three points, and how far rounding may have put them off. Equal formulas have equal
     values.
 
@@ -3415,8 +3415,15 @@ def _values(text: str) -> tuple[list, float]:
     text = re.sub(r"(?<!\\ln)(?<!\\log)(?<=[a-zA-Z)}]) ?(?=\d+\^)|(?<=\^\d) (?=\d)"
                   r"|(?:(?<=!)|(?<=i)(?<!pi)) ?(?=\d)", "*", text)
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
-    tokens, values, letters = [], [], []  # tokens: a stack with the first one on top, and ";" at the bottom
-    floats = [0.0]  # the sizes of all floats on the way; fractions do not round. (`modulus` is set at the end.)
+    values, largest = zip(*(_value(words, modulus) for modulus in (1009, 1013, 1019)))
+    return values, 4e-15 * max(largest)  # some twenty roundings of the largest
+
+
+def _value(words: list[str], modulus: int) -> tuple:
+    """The value of a formula where its letters stand for numbers that depend on `modulus`, and the size of the largest
+    float on the way to it. A recursive-descent parser that computes as it reads."""
+    tokens = [";", *reversed(words)]  # a stack with the first one on top
+    letters, floats = [], [0.0]  # letters read; sizes of floats (fractions do not round)
 
     def accept(token):  # take the next token if it is this one
         return tokens[-1] == token and tokens.pop()
@@ -3473,9 +3480,7 @@ def _values(text: str) -> tuple[list, float]:
             return Fraction(pow(int.from_bytes(name, "big"), 5, modulus) + 1, 97)  # a power, for a + d is not b + c
         raise ValueError
 
-    for modulus in (1009, 1013, 1019):
-        tokens = [";", *reversed(words)]
-        values.append(read(0))
-        if tokens != [";"]:
-            raise ValueError
-    return values, 4e-15 * max(floats)  # some twenty roundings of the largest
+    value = read(0)
+    if tokens != [";"]:
+        raise ValueError
+    return value, max(floats)
