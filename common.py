@@ -163,7 +163,7 @@ LIMITS = {
     "freeze_layers": (0, 1), "gamma": (0, 1), "lam": (0, 1), "seed": (0, 2 ** 32 - 1),
     "warmup_steps": (0, LARGEST), "overlong_buffer": (0, LARGEST), "group_size": (2, 10 ** 6),
     "prompts_per_step": (1, 10 ** 6), "pairs_per_step": (1, 10 ** 6), "eval_samples": (1, 10 ** 6),
-    "updates_per_batch": (1, 10 ** 6),
+    "updates_per_batch": (1, 10 ** 6), "missing_eos_score": (-LARGEST, LARGEST),
 }
 
 

@@ -22,7 +22,6 @@ Shapes: N prompts with one completion each; T tokens per completion, padded to t
 padded only to its own longest.
 """
 import dataclasses
-import math
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +42,7 @@ class Config(common.RunConfig):  # which has the flags of every script: --model,
     format_reward: float = flag(0.0, "weight of the extra reward for the form <think>…</think><answer>…</answer>")
     normalize_scores: bool = flag(True, "scale a reward model's scores to mean 0, std 1 on the first rollout (Ziegler "
                                         "et al.), so that β, ε_v and --missing_eos_score suit any reward model")
-    missing_eos_score: str = flag("-1", "most that a completion without EOS can score (N+ makes it -1); none: no limit")
+    missing_eos_score: float = flag(-1.0, "most that a completion without EOS can score (N+: it is -1); 1e9: no limit")
     kl_coef: float = flag(0.2, "β: weight of the KL penalty in the reward; at 0, no reference is loaded (N+: 0.05)")
     kl_target: float = flag(0.0, "adapt β to keep the KL at this many nats per completion (Ziegler et al.'s code: 6); "
                                  "0: fixed β")
@@ -186,18 +185,10 @@ def adapted_kl_coef(kl_coef: float, kl: float, target: float) -> float:
     return kl_coef * (1 + 0.1 * error)
 
 
-def check(cfg: Config) -> None:
-    """Refuse what common.LIMITS cannot: values of --missing_eos_score, and --kl_target without a KL."""
-    with common.one_line_errors(f"--missing_eos_score {cfg.missing_eos_score}: want a number or none"):
-        if cfg.missing_eos_score != "none" and not math.isfinite(float(cfg.missing_eos_score)):
-            raise ValueError("not finite")
-    if cfg.kl_target > 0 and cfg.kl_coef == 0:
-        raise common.UserError("--kl_target: needs a --kl_coef above 0 to begin with")
-
-
 def main(cfg: Config) -> None:
     run = common.Run(cfg)
-    check(cfg)
+    if cfg.kl_target > 0 and cfg.kl_coef == 0:
+        raise common.UserError("--kl_target: needs a --kl_coef above 0 to begin with")
     score = common.load_reward(dataclasses.replace(cfg, format_reward=0.0))  # "2. Score" adds it
     problems, eval_problems = common.read_train_and_eval(cfg)
     policy, tokenizer = common.load_policy(cfg, run.device)
@@ -234,9 +225,7 @@ def main(cfg: Config) -> None:
             well_formed = [common.format_reward(problem.opening + completion)
                            for problem, completion in zip(batch, rollout.completions)]
             rewards += cfg.format_reward * torch.tensor(well_formed, device=run.device)[:, None]
-        if cfg.missing_eos_score != "none":
-            limited = rewards.clamp(max=float(cfg.missing_eos_score))
-            rewards = rewards.where(rollout.finished[:, None], limited)
+        rewards = rewards.where(rollout.finished[:, None], rewards.clamp(max=cfg.missing_eos_score))
 
         # 3. Advantages: compare the rewards from each token on with the critic's prediction, and whiten.
         minibatches = torch.randperm(len(rollout.mask)).tensor_split(cfg.minibatches)  # shuffled row numbers

@@ -538,7 +538,7 @@ def test_a_run_with_a_reward_model(tmp_path, normalize):
     """
     save_reward_model(tmp_path / "rm", shift=1.5)
     flags = ["--prompts_per_step", 16, "--reward", tmp_path / "rm", "--output_dir", tmp_path / "run",
-             *on_few_problems(tmp_path), "--missing_eos_score", "none", *["--no_normalize_scores"] * (not normalize)]
+             *on_few_problems(tmp_path), "--missing_eos_score", 1e9, *["--no_normalize_scores"] * (not normalize)]
     for extra in (["--steps", 1], ["--steps", 2, "--resume"]):
         run_script("ppo.py", *flags, *extra)
     _, first, second = read_metrics(tmp_path / "run")
@@ -555,7 +555,7 @@ def test_the_format_reward_keeps_its_weight_beside_normalised_scores(tmp_path):
             out = tmp_path / f"run-{size}-{weight}"
             run_script("ppo.py", "--steps", 1, "--prompts_per_step", 16, "--reward", tmp_path / f"rm-{size}",
                        "--output_dir", out, *on_few_problems(tmp_path), "--format_reward", weight,
-                       "--max_new_tokens", 21, "--missing_eos_score", "none")
+                       "--max_new_tokens", 21, "--missing_eos_score", 1e9)
             lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
             rewards[size, weight] = torch.tensor([line["reward"] for line in lines])
     formed = torch.tensor([common.format_reward(line["completion"]) for line in lines])
@@ -586,7 +586,7 @@ def test_equal_scores_have_no_spread(tmp_path, monkeypatch):
     save_reward_model(tmp_path / "rm")
     monkeypatch.setattr(common, "load_reward", lambda cfg: lambda problems, rollout: (scores, scores > 0))
     run_script("ppo.py", "--steps", 1, "--prompts_per_step", 12, "--reward", tmp_path / "rm", "--output_dir",
-               tmp_path / "run", "--missing_eos_score", "none", "--data", few_problems(tmp_path))
+               tmp_path / "run", "--missing_eos_score", 1e9, "--data", few_problems(tmp_path))
     step = read_metrics(tmp_path / "run")[1]
     assert abs(step["reward"]) < 1e-6 and math.isfinite(step["loss"])
 
@@ -654,7 +654,7 @@ def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, mi
         monkeypatch, "ppo.py", tmp_path / "run", "--steps", 2, "--prompts_per_step", 12, "--minibatches", 2,
         "--updates_per_batch", 2, "--max_new_tokens", 21, "--temperature", 0.8, "--gamma", gamma, "--lam", lam,
         "--kl_coef", beta, *["--kl_target", 3] * (beta > 0), "--entropy_coef", bonus, "--clip_eps", 0.05,
-        "--value_clip_eps", 0.1, "--value_coef", 0.5, "--missing_eos_score", "none" if missing is None else missing,
+        "--value_clip_eps", 0.1, "--value_coef", 0.5, "--missing_eos_score", 1e9 if missing is None else missing,
         "--lr", 2e-4, "--value_lr", 1e-3, "--max_grad_norm", 0.5, "--micro_batch_tokens", 80)
     policy, reference = load_tiny_model(), load_tiny_model()
     critic = AutoModelForSequenceClassification.from_pretrained(

@@ -301,7 +301,7 @@ def test_a_script_imports_no_other(script):
     ("dapo", dict(clip_low=0.2, clip_high=0.28, dynamic_sampling=True, loss_average="token", overlong_buffer=8,
                   overlong_filtering=False, lr=1e-4)),
     ("dpo", dict(beta=0.1, label_smoothing=0.0, lr=1e-5)), ("reward_model", dict(center_coef=0.01, lr=5e-4)),
-    ("ppo", dict(lam=0.95, kl_coef=0.2, missing_eos_score="-1", lr=1e-4, value_lr=1e-3))])
+    ("ppo", dict(lam=0.95, kl_coef=0.2, missing_eos_score=-1.0, lr=1e-4, value_lr=1e-3))])
 def test_the_defaults_behind_the_numbers_of_the_readme(script, defaults):
     Config = importlib.import_module(script).Config
     assert {name: getattr(Config, name) for name in defaults} == defaults
