@@ -407,16 +407,11 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, mistral_format=False)
         file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
         remote = not type(tokenizer).__module__.startswith("transformers.")  # a class that came with the model
-        if file and isinstance(tokenizer, PreTrainedTokenizerFast) and not remote:
-            # It has to split a text that tokenizers split differently as its own tokenizer.json does.
-            end = tokenizer.eos_token or ""  # Llama 2's adds a space in front of what follows a special token
-            text = f" In 2023, it's 1+1 =  two.\n\n\tÇa va? 你好:\n    the\n\n\nthe\n(i).x{end}x{end} x"
-            own = tokenizers.Tokenizer.from_file(file)
-            own.no_padding()
-            if tokenizer.encode(text, add_special_tokens=False) != own.encode(text, add_special_tokens=False).ids:
-                eos = tokenizer.eos_token  # which the architecture's class may know without the files
-                tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
-                tokenizer.eos_token = tokenizer.eos_token or eos
+        if (file and isinstance(tokenizer, PreTrainedTokenizerFast) and not remote
+                and not splits_as_its_file(tokenizer, file)):
+            eos = tokenizer.eos_token  # which the architecture's class may know without the files
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
+            tokenizer.eos_token = tokenizer.eos_token or eos
         if not tokenizer("1")["input_ids"]:  # transformers makes up an empty one where a model has no tokenizer
             raise UserError(f"--model {name}: no tokenizer there")
         paths = [cached_file(name, file, _raise_exceptions_for_missing_entries=False,
@@ -427,6 +422,15 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def splits_as_its_file(tokenizer, file: str) -> bool:
+    """Does it split a text, of a kind that tokenizers split differently, as its tokenizer.json does?"""
+    end = tokenizer.eos_token or ""  # Llama 2's adds a space in front of what follows a special token
+    text = f" In 2023, it's 1+1 =  two.\n\n\tÇa va? 你好:\n    the\n\n\nthe\n(i).x{end}x{end} x"
+    own = tokenizers.Tokenizer.from_file(file)
+    own.no_padding()
+    return tokenizer.encode(text, add_special_tokens=False) == own.encode(text, add_special_tokens=False).ids
 
 
 def load_model(name: str, device: torch.device, trainable: bool = True, cls=AutoModelForCausalLM,
