@@ -1216,22 +1216,7 @@ def prompt_and_answers(row: dict) -> tuple:
     if prompt is not None and not is_prompt(prompt):
         raise ValueError("want a prompt (text, or messages with role and content)")
     if all(isinstance(answer, list) for answer in answers):
-        if any(answer[-1].get("tool_calls") for answer in answers):
-            raise ValueError("an answer has tool_calls, which are not read: want text in its content")
-        talks = [[(turn["role"], turn["content"].strip()) for turn in answer] for answer in answers]
-        if any(talk[:-1] != talks[0][:-1] for talk in talks):
-            raise ValueError("want conversations that share all but their last turns")
-        if any(talk[-1][0] in ("user", "system") for talk in talks):
-            raise ValueError("want conversations that end with an answer")
-        known = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-        texts = [text for _, text in talks[0][:-1]]
-        if known and texts and talks[0][0][0] == "assistant" and known[-1]["content"].strip() not in texts:
-            prompt = known + answers[0][:-1]  # the conversations go on where the prompt ends
-        elif len(talks[0]) - 1 > len(known):  # a `prompt` may stand beside conversations, and be one turn of several
-            # A system message that only the prompt or the `system` column has goes in front.
-            system = [turn for turn in (known or system_turn(row))[:1]
-                      if turn["role"] == "system" and talks[0][0][0] != "system"]
-            prompt = system + answers[0][:-1]
+        prompt = prompt_of_conversations(answers, row, prompt)
     answers = [answer if isinstance(answer, str) else with_thought(answer[-1]) for answer in answers]
     if prompt is None:  # whole dialogues as text: "Human: hi Assistant: hello" and "Human: hi Assistant: go away"
         shared = re.match(".*[Aa]ssistant:", os.path.commonprefix(answers), re.S)
@@ -1240,6 +1225,28 @@ def prompt_and_answers(row: dict) -> tuple:
                              f"to 'Assistant:'; it has {columns(row)}")
         prompt, answers = shared[0], [answer[shared.end():] for answer in answers]
     return prompt, answers, scores
+
+
+def prompt_of_conversations(conversations: list[list[dict]], row: dict, prompt) -> str | list[dict]:
+    """All turns before the last, which is the answer. A `prompt` beside them may be one of these turns, or all of them,
+    or what comes before the first."""
+    if any(turns[-1].get("tool_calls") for turns in conversations):
+        raise ValueError("an answer has tool_calls, which are not read: want text in its content")
+    talks = [[(turn["role"], turn["content"].strip()) for turn in turns] for turns in conversations]
+    if any(talk[:-1] != talks[0][:-1] for talk in talks):
+        raise ValueError("want conversations that share all but their last turns")
+    if any(talk[-1][0] in ("user", "system") for talk in talks):
+        raise ValueError("want conversations that end with an answer")
+    before, texts = conversations[0][:-1], [text for _, text in talks[0][:-1]]
+    known = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    if known and before and before[0]["role"] == "assistant" and known[-1]["content"].strip() not in texts:
+        return known + before
+    if len(before) <= len(known):
+        return prompt
+    # A system message that only the prompt or the `system` column has goes in front.
+    system = [turn for turn in (known or system_turn(row))[:1]
+              if turn["role"] == "system" and before[0]["role"] != "system"]
+    return system + before
 
 
 def with_thought(message: dict) -> str:
