@@ -136,6 +136,9 @@ class RunConfig:
     system_prompt: str = flag("", "system message for prompts without one (without a chat template: text before the "
                                   "prompt). none: no such message. Empty: one that asks for <think> and <answer>, but "
                                   "none for preferences or for a string without a template")
+    thinking: Literal["auto", "on", "off"] = flag(
+        "auto", "what a chat template that can open a thought (Qwen3's) is asked for in problems; auto: on with the "
+                "system message that asks for <think>, else what it does unasked")
     max_prompt_tokens: int = flag(1024, "longer prompts are left out, and the script says how many")
     trust_remote_code: bool = flag(False, "run model code that comes with the checkpoint")
     output_dir: str = flag("", "metrics.jsonl, model/, checkpoint/ and the rest go here; empty: runs/SCRIPT")
@@ -156,7 +159,8 @@ class RunConfig:
 
 
 LARGEST = 1e30  # rules out infinity
-# The lowest and highest value of a number flag. One that is not listed is at least 1 (int) or at least 0 (float).
+# The lowest and highest value of a number flag. One that is not listed is at least 1 (int), at least 0 (float), or at
+# least its default.
 LIMITS = {
     "max_grad_norm": (1e-8, LARGEST), "temperature": (1e-8, LARGEST), "beta": (1e-8, LARGEST),
     "clip_eps": (0, 1), "clip_low": (0, 1), "clip_high": (0, 10), "label_smoothing": (0, 0.5),
@@ -194,7 +198,8 @@ def parse_config(Config, args: list[str]):
 
 def check_config(cfg) -> None:
     """Raise UserError for impossible values, whether they come from flags or from Python."""
-    for name, kind, value in [(setting.name, setting.type, getattr(cfg, setting.name)) for setting in fields(cfg)]:
+    for setting in fields(cfg):
+        name, kind, value = setting.name, setting.type, getattr(cfg, setting.name)
         if get_origin(kind) is Literal:
             if value not in get_args(kind):
                 raise UserError(f"--{name} {value}: must be one of {', '.join(get_args(kind))}")
@@ -202,10 +207,11 @@ def check_config(cfg) -> None:
             raise UserError(f"--{name} {value!r}: must be of type {kind.__name__}")
         elif kind is str and re.search("[\ud800-\udfff]", value):
             raise UserError(f"--{name} {value!r}: is not UTF-8")
-        low, high = LIMITS.get(name, (1 if kind is int else 0, LARGEST))
-        if kind in (int, float) and not low <= value <= high:  # NaN fails this too
-            wanted = f"between {low} and {high}" if high < 10 ** 6 or value > high else f"at least {low}"
-            raise UserError(f"--{name} {value}: must be {'above 0' if low == 1e-8 and not value > 0 else wanted}")
+        if kind in (int, float):
+            low, high = LIMITS.get(name, (min(setting.default, 1 if kind is int else 0), LARGEST))
+            if not low <= value <= high:  # NaN fails this too
+                wanted = f"between {low} and {high}" if high < 10 ** 6 or value > high else f"at least {low}"
+                raise UserError(f"--{name} {value}: must be {'above 0' if low == 1e-8 and not value > 0 else wanted}")
     if getattr(cfg, "minibatches", 1) > getattr(cfg, "prompts_per_step", 1) * getattr(cfg, "group_size", 1):
         raise UserError(f"--minibatches {cfg.minibatches}: more than the completions of a step")
     # A buffer longer than --max_new_tokens would punish even an empty completion. Only up to the default may it be so.
@@ -376,6 +382,23 @@ def on_main_rank(work):
     if problem := from_main_rank(problem):
         raise problem
     return result
+
+
+PHASE_SECONDS = collections.Counter()  # of the step so far: what the functions have taken that are `timed`
+
+
+def timed(phase: str):
+    """Decorator: add the seconds that each call takes to PHASE_SECONDS[phase]."""
+    def decorate(function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                PHASE_SECONDS[phase] += time.perf_counter() - began
+        return call
+    return decorate
 
 
 def say(message: str) -> None:
@@ -765,6 +788,7 @@ class Problem:
     prompt_ids: list[int]    # what the model reads
     answer: str | None       # the gold answer, for the verifier
     row: dict                # the whole row, for a reward function
+    rendered: tuple = ()     # (text, whether a chat template wrote it) of the prompt
     begun: str = ""          # the answer's beginning, if the messages end with one
     opening: str = ""        # the <think> that the prompt ends with, or `begun` from its <think> on
 
@@ -947,15 +971,16 @@ def is_begun(prompt) -> bool:
     return isinstance(prompt, list) and prompt[-1]["role"] == "assistant"
 
 
-def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_PROMPT,
-                  surplus: str = "") -> tuple[str, bool]:
+def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_PROMPT, surplus: str = "",
+                  thinking: str = "auto") -> tuple[str, bool]:
     """A string or chat messages -> (text for the model, whether a chat template wrote it).
 
     A last message of the assistant is the beginning of the answer, which the model continues.
 
-    default: the system message where system_prompt is empty. If there is a default and no system_prompt (the messages
-        may bring their own), the template is asked to let the model think; otherwise it does what it does unasked.
+    default: the system message where system_prompt is empty.
     surplus: what to leave off where a template ends the prompt with it (`answer_form`).
+    thinking: on or off: whether the template is asked to let the model think. auto: on if there is a default and no
+        system_prompt (the messages may bring their own); otherwise it does what it does unasked.
     """
     if system_prompt == "none":
         system_prompt = default = ""
@@ -970,8 +995,10 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
     if not tokenizer.chat_template:
         turns = [f"{m['role'].capitalize()}: {m['content']}" for m in messages]
         return "\n\n".join(turns if begun else [*turns, "Assistant:"]), False
-    # Qwen3's and MiniMind's names for it. Without them, some templates close <think> at once.
-    thinking = {"enable_thinking": True, "open_thinking": True} if default and not system_prompt else {}
+    asked = {}
+    if thinking != "auto" or default and not system_prompt:
+        # Qwen3's, DeepSeek's and MiniMind's names for it. Without them, some templates close <think> at once.
+        asked = dict.fromkeys(("enable_thinking", "thinking", "open_thinking"), thinking != "off")
     ways = [messages]
     if messages[0]["role"] == "system" and len(messages) > 1:
         # Some templates (Gemma's) have no system role: put its text in front of the first message.
@@ -980,7 +1007,7 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
     for messages in ways:
         try:
             text = apply_template(tokenizer, messages, add_generation_prompt=not begun, continue_final_message=begun,
-                                  **thinking)
+                                  **asked)
             return text if begun else text.removesuffix(surplus), True
         except Exception as error:  # templates are programs
             problem = error
@@ -1065,14 +1092,15 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
 
     problems: Problems or Preferences. what: the flag that they come from, for messages.
     """
-    texts = [render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt, surplus)
-             for problem in problems]
+    # Preferences have answers, which a template writes with or without a thought as they are.
+    texts = [render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt, surplus,
+                           "auto" if isinstance(problem, Preference) else cfg.thinking) for problem in problems]
     for problem, (text, templated), ids in zip(problems, texts, encode(tokenizer, texts)):
         if cfg.model == "tiny" and tokenizer.unk_token_id in ids:
             raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}: set --model")
-        problem.prompt_ids = ids
+        problem.prompt_ids, problem.rendered = ids, (text, templated)
         if isinstance(problem, Preference):
-            problem.rendered, problem.begun = (text, templated), is_begun(problem.prompt)
+            problem.begun = is_begun(problem.prompt)
         elif is_begun(problem.prompt):
             problem.begun = problem.prompt[-1]["content"]
             problem.opening = "".join(problem.begun.partition("<think>")[1:])
@@ -1088,7 +1116,10 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
     if kept and cfg.model != "tiny":  # a wrong column, or a template that stands twice, shows at a glance
         answer = kept[0].answers[0] if isinstance(kept[0], Preference) else kept[0].answer
         end, known = tokenizer.decode(kept[0].prompt_ids)[-100:], f", its answer is {answer!r:.100}" if answer else ""
-        say(f"{what}: {len(kept)} rows; the first prompt ends with {end!r}{known}")
+        system = ""
+        if default_system_prompt and default_system_prompt in kept[0].rendered[0]:
+            system = " with a system prompt that asks for <think> and <answer> (--system_prompt none: without)"
+        say(f"{what}: {len(kept)} rows{system}; the first prompt ends with {end!r}{known}")
     return kept
 
 
@@ -1385,6 +1416,7 @@ def takes(model, name: str) -> bool:
     return name in inspect.signature(type(model).forward).parameters
 
 
+@timed("rollout")
 @torch.no_grad()
 def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temperature: float = 1.0,
            greedy: bool = False) -> Rollout:
@@ -2121,6 +2153,7 @@ def load_reward(cfg, wrong: float = 0.0):
             reward = 1.0 if right else wrong
         return reward + cfg.format_reward * format_reward(problem.opening + completion), right
 
+    @timed("reward")
     def score(problems: list[Problem], rollout: Rollout):
         G = len(rollout.completions) // len(problems)
         rows = [problem for problem in problems for _ in range(G)]  # [N]
@@ -2304,13 +2337,13 @@ def evaluate(policy, tokenizer, problems: list[Problem], score, cfg) -> dict[str
 # ----------------------------------------------------------------------------------------------------- the run
 
 def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
-    """Say so when a step's advantages are all 0 (or it has no pairs: dpo.py passes a 1 for each), and what to try: it
-    is no bug, but its rewards teach nothing."""
+    """Say so when a step's advantages are all 0 (ppo.py passes how far rewards are from the first one, dpo.py a 1 for
+    each pair), and what to try: it is no bug, but its rewards teach nothing."""
     if not advantages.any():
-        say(f"step {step}: its rewards teach nothing, since they are equal within every group (DAPO: no group is both "
-            "right and wrong): all advantages are 0, and DPO has no pair. If this goes on: easier or harder problems, "
-            "a larger --group_size, a higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin "
-            "with (in DAPO with --no_dynamic_sampling)")
+        say(f"step {step}: its rewards teach nothing, since they are equal, if not in all groups then within every one "
+            "(DAPO: no group is both right and wrong). If this goes on: easier or harder problems, a larger "
+            "--group_size, a higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin with (in "
+            "DAPO with --no_dynamic_sampling)")
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -2547,6 +2580,7 @@ class Run:
         """The numbers of the steps still to do, from 1."""
         for step in range(max(1, self.next_step), self.cfg.steps + 1):
             self.began = time.perf_counter()
+            PHASE_SECONDS.clear()
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             yield step
@@ -2574,15 +2608,17 @@ class Run:
         return {"loss": loss, "grad_norm": norm, "lr": lr}
 
     def timing(self, num_tokens: torch.Tensor) -> dict[str, float]:
-        """Seconds and tokens per second of the step so far: call it before the evaluation. Also the peak memory in MB:
-        the GPU's in this step, or on a CPU the process's so far."""
+        """Seconds and tokens per second of the step so far: call it before the evaluation. Also the seconds of its
+        phases, and the peak memory in MB: the GPU's in this step, or on a CPU the process's so far."""
         seconds = time.perf_counter() - self.began
         if self.device.type == "cuda":
             megabytes = torch.cuda.max_memory_allocated() / 2 ** 20
         else:  # macOS counts bytes, Linux kilobytes
             units = 2 ** 20 if sys.platform == "darwin" else 2 ** 10
             megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units
-        return {"seconds": seconds, "tokens_per_second": int(num_tokens) / seconds, "peak_memory_mb": megabytes}
+        phases = {f"{phase}_seconds": duration for phase, duration in PHASE_SECONDS.items()}
+        return {"seconds": seconds, **phases, "tokens_per_second": int(num_tokens) / seconds,
+                "peak_memory_mb": megabytes}
 
     def evaluates(self, step: int) -> bool:
         return step % self.cfg.eval_every == 0 or step == self.cfg.steps
@@ -2596,8 +2632,9 @@ class Run:
         if rank() == 0 and (step == 1 or self.evaluates(step)):
             G = rewards.shape[1]
             self.append("samples.jsonl", [
-                {"step": step, "prompt": problem.prompt, "completion": rollout.completions[p * G + g],
-                 "answer": problem.answer, "reward": rewards[p, g].item(), "advantage": advantages[p * G + g].item()}
+                {"step": step, "prompt": problem.rendered[0], "completion": rollout.completions[p * G + g],
+                 "finished": rollout.finished[p * G + g].item(), "answer": problem.answer,
+                 "reward": rewards[p, g].item(), "advantage": advantages[p * G + g].item()}
                 for p, problem in enumerate(problems[:4]) for g in range(min(2, G))])
 
     def append(self, name: str, rows: list[dict]) -> None:

@@ -131,7 +131,8 @@ def dapo_loss(logprobs, old_logprobs, advantages, weights, clip_low: float, clip
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss = -(weights * torch.min(unclipped, clipped)).sum()
-    stats = {"clip_fraction": common.masked_mean((clipped < unclipped).float(), active)}
+    stats = {"clip_fraction": common.masked_mean((clipped < unclipped).float(), active),
+             "approx_kl": common.masked_mean(ratio - 1 - log_ratio, active)}  # an estimate of KL(π_old‖π), as k3
     return loss, stats
 
 
@@ -167,7 +168,8 @@ def main(cfg: Config) -> None:
         del drawn  # frees memory: join_drawn has copied it
         found = int(informative_groups(correct).sum())
         if len(groups) < cfg.prompts_per_step:
-            common.say(f"step {step}: {found} of {len(batch)} groups are informative, {cfg.prompts_per_step} wanted")
+            common.say(f"step {step}: {found} of {len(batch)} groups are informative, {cfg.prompts_per_step} wanted "
+                       "(right and wrong completions in it; by a reward of your own, right is above 0)")
         rewards += soft_overlong_penalty(rollout.lengths, cfg.max_new_tokens, cfg.overlong_buffer).view_as(rewards)
         loss_mask = rollout.mask & rollout.finished[:, None] if cfg.overlong_filtering else rollout.mask  # [N, T]
 
@@ -212,8 +214,8 @@ def main(cfg: Config) -> None:
 
         # 5. Log.
         metrics = {
-            "loss": 0.0, "grad_norm": 0.0, "clip_fraction": math.nan, "entropy": math.nan, "sampler_gap": math.nan,
-            "lr": schedule.get_last_lr()[0],  # these six stay if no update is made
+            "loss": 0.0, "grad_norm": 0.0, "clip_fraction": math.nan, "approx_kl": math.nan, "entropy": math.nan,
+            "sampler_gap": math.nan, "lr": schedule.get_last_lr()[0],  # these seven stay if no update is made
             "kept_fraction": found / len(batch), "wasted_groups": max(0, found - cfg.prompts_per_step),
             "sampled_tokens": int(rollout.lengths.sum()),
             "reward": rewards.mean().item(),

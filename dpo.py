@@ -53,13 +53,17 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta: float, label_smoo
     2023). If both refs are None, Δ_reference is 0.
     """
     h = beta * (chosen - rejected)
+    chosen_reward, rejected_reward = beta * chosen, beta * rejected  # the implicit rewards, β·log(π/π_ref)
     if ref_chosen is not None or ref_rejected is not None:
         h = h - beta * (ref_chosen - ref_rejected).detach()
+        chosen_reward, rejected_reward = chosen_reward - beta * ref_chosen, rejected_reward - beta * ref_rejected
     losses = -(1 - label_smoothing) * F.logsigmoid(h) - label_smoothing * F.logsigmoid(-h)
     stats = {
         "pair_accuracy": (h > 0).float().mean(),
         "margin": h.mean(),
         "weight": (torch.sigmoid(-h) - label_smoothing).mean(),  # −∂loss/∂h
+        "chosen_reward": chosen_reward.mean(),
+        "rejected_reward": rejected_reward.mean(),
         "chosen_logprobs": chosen.mean(),
         "rejected_logprobs": rejected.mean()}
     return losses, {name: value.detach() for name, value in stats.items()}
@@ -80,12 +84,15 @@ def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, devic
         # The implicit rewards [K] of each preference.
         rewards = [cfg.beta * (own - preference.ref_logprobs) for own, preference in zip(logprobs, preferences)]
         pairs = [torch.tensor(preference.pairs).unbind(1) for preference in preferences]  # (better, worse) of each
-        differences = torch.cat([r[better] - r[worse] for r, (better, worse) in zip(rewards, pairs)])
+        chosen, rejected = (torch.cat([r[rows] for r, rows in zip(rewards, side)]) for side in zip(*pairs))
+        differences = chosen - rejected
         # A tie is half right: before the first update, policy and reference agree, and all pairs tie.
         right = torch.heaviside(differences, differences.new_tensor(0.5))
         metrics |= {
             "eval_pair_accuracy": right.mean().item(),
             "eval_margin": differences.mean().item(),
+            "eval_chosen_reward": chosen.mean().item(),
+            "eval_rejected_reward": rejected.mean().item(),
             "eval_loss": -F.logsigmoid(differences).mean().item()}
     return metrics
 

@@ -1367,7 +1367,7 @@ def test_prompts_that_are_too_long_are_left_out_aloud(longest, kept, capsys):
     """Too long is more than --max_prompt_tokens, or than the 8 tokens that 4 new ones leave in a context of 12."""
     tokenizer = common.tiny_tokenizer()
     tokenizer.model_max_length = 12
-    cfg = SimpleNamespace(model="tiny", system_prompt="", max_prompt_tokens=longest, max_new_tokens=4)
+    cfg = SimpleNamespace(model="tiny", system_prompt="", thinking="auto", max_prompt_tokens=longest, max_new_tokens=4)
     problems = [common.Problem("1" * n, [], "1", {}) for n in (3, 8, 9)]
     problems = common.encode_prompts(problems, tokenizer, cfg, "--data")
     assert [len(problem.prompt_ids) for problem in problems] == kept
@@ -1419,7 +1419,7 @@ def test_prompts_are_rendered_and_encoded():
 def test_the_format_is_that_of_what_the_template_began(template, completion, reward):
     tokenizer = common.tiny_tokenizer()
     tokenizer.chat_template = template
-    cfg = SimpleNamespace(model="tiny", system_prompt="none", max_prompt_tokens=99, reward="verifier",
+    cfg = SimpleNamespace(model="tiny", system_prompt="none", thinking="auto", max_prompt_tokens=99, reward="verifier",
                           format_reward=0.5)
     problems = common.encode_prompts([common.Problem("1+1=?", [], "2", {})], tokenizer, cfg, "--data")
     rollout = rollout_of(completion)

@@ -661,7 +661,7 @@ def test_the_checksum_covers_what_training_reads(change):
 # ----------------------------------------------------------------------------------------------------- prompts
 
 def encode_config(**more):
-    defaults = dict(model="tiny", system_prompt="none", max_prompt_tokens=99, max_completion_tokens=99)
+    defaults = dict(model="tiny", system_prompt="none", thinking="auto", max_prompt_tokens=99, max_completion_tokens=99)
     return SimpleNamespace(**{**defaults, **more})
 
 
@@ -692,7 +692,7 @@ def test_a_template_writes_the_same_date_every_day():
     assert common.render_prompt("1", tokenizer, "none") == ("26 Jul 2024|July 26, 2024|2024-07-26|1", True)
 
 
-@pytest.mark.parametrize("name", ["open_thinking", "enable_thinking"])  # MiniMind's; Qwen3's
+@pytest.mark.parametrize("name", ["open_thinking", "enable_thinking", "thinking"])  # MiniMind's; Qwen3's; DeepSeek's
 def test_a_template_that_can_leave_thinking_open_does_so_for_problems(name):
     """Unasked, this template closes <think> at once. Answers in preference data have no such part. It is the default
     system prompt that asks for thoughts: with another one, PPO's prompts are those of its reward model."""
@@ -703,6 +703,12 @@ def test_a_template_that_can_leave_thinking_open_does_so_for_problems(name):
     assert common.render_prompt("1", tokenizer, "", default="")[0].endswith("1<think></think>")
     for default in (common.SYSTEM_PROMPT, ""):
         assert common.render_prompt("1", tokenizer, "2", default) == ("21<think></think>", True)
+    for thinking, end in (("on", "1<think>"), ("off", "1<think></think>")):  # --thinking, whatever the system prompt
+        problems = [common.Problem("1", [], "2", {}) for _ in range(3)]
+        for problem, system_prompt in zip(problems, ("", "2", "none")):
+            common.encode_prompts([problem], tokenizer, encode_config(system_prompt=system_prompt, thinking=thinking,
+                                                                      model="other", max_prompt_tokens=999), "--data")
+            assert problem.rendered[0].endswith(end) and problem.opening == end[1:] * (thinking == "on")
     no_system = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
     tokenizer.chat_template = no_system + tokenizer.chat_template
     assert common.render_prompt("1", tokenizer, "") == (common.SYSTEM_PROMPT + "\n\n1<think>", True)
@@ -770,7 +776,7 @@ def test_a_last_message_of_the_assistant_is_continued(begun):
     turns = [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": begun}]
     assert common.render_prompt(turns, tokenizer, "none") == (f"u:1+1=?<eos>a:{begun}", True)
     problem, = common.encode_prompts([common.Problem(turns, [], "2", {"prompt": turns})], tokenizer, SimpleNamespace(
-        model="other", system_prompt="none", max_prompt_tokens=99), "--data")
+        model="other", system_prompt="none", thinking="auto", max_prompt_tokens=99), "--data")
     assert problem.opening == begun.removeprefix("Let me think. ").removeprefix("Let me think.")
     rollout = common.Rollout(None, None, torch.ones(1, 1), ["2"], torch.tensor([True]))
     batch = common.retokenize([problem], rollout, tokenizer, "none")
@@ -780,7 +786,7 @@ def test_a_last_message_of_the_assistant_is_continued(begun):
                                "{{ m['content'] }}<eos>{% endfor %}")
     preference = common.Preference(turns, [], [" 2", "3"], [], [1.0, 0.0])
     common.encode_preferences([preference], tokenizer, SimpleNamespace(
-        model="other", system_prompt="none", max_prompt_tokens=99, max_completion_tokens=9), "--data")
+        model="other", system_prompt="none", thinking="auto", max_prompt_tokens=99, max_completion_tokens=9), "--data")
     assert preference.prompt == f"1+1=?<eos><think></think>{begun}"
     assert preference.answer_ids == [tokenizer(text)["input_ids"] for text in (" 2<eos>", "3<eos>")]
     tokenizer.chat_template = None
@@ -899,7 +905,7 @@ def test_a_prompt_leaves_room_for_an_answer():
 def test_a_template_may_open_the_thinking():
     tokenizer = common.tiny_tokenizer()
     tokenizer.chat_template = "{{ messages[-1]['content'] }}<think>{{ '\\n' }}"  # one at its own end would be dropped
-    cfg = SimpleNamespace(model="other", system_prompt="none", max_prompt_tokens=99)
+    cfg = SimpleNamespace(model="other", system_prompt="none", thinking="auto", max_prompt_tokens=99)
     problem, = common.encode_prompts([common.Problem("1", [], "2", {})], tokenizer, cfg, "--data")
     assert problem.opening == "<think>\n"
 
@@ -907,7 +913,7 @@ def test_a_template_may_open_the_thinking():
 def test_the_first_row_is_shown(capsys):
     """A wrong column, or a template that stands twice, shows at a glance."""
     tokenizer, cfg = common.tiny_tokenizer(), SimpleNamespace(
-        model="other", system_prompt="", max_prompt_tokens=99, max_completion_tokens=99)
+        model="other", system_prompt="", thinking="auto", max_prompt_tokens=99, max_completion_tokens=99)
     common.encode_prompts([common.Problem("1" * 200, [], "0", {}), common.Problem("1+1=?", [], "2", {})], tokenizer,
                           cfg, "--data")
     assert "--data: 1 rows; the first prompt ends with '1+1=?', its answer is '2'\n" in capsys.readouterr().err
@@ -1166,7 +1172,7 @@ def test_a_model_whose_own_generation_config_could_not_be_saved(tmp_path):
 def test_no_bos_stands_between_prompt_and_answer():
     tokenizer = with_bos()
     preference = common.Preference("1", [], ["46", "4"], [], [2.0, 1.0])
-    cfg = SimpleNamespace(model="x", system_prompt="", max_prompt_tokens=99, max_completion_tokens=99)
+    cfg = SimpleNamespace(model="x", system_prompt="", thinking="auto", max_prompt_tokens=99, max_completion_tokens=99)
     common.encode_preferences([preference], tokenizer, cfg, "--data")
     assert preference.prompt_ids[0] == tokenizer.bos_token_id
     assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<eos>", "4<eos>"]

@@ -22,6 +22,8 @@ def test_the_loss_is_ln_2_at_the_start_and_by_hand():
     losses, stats = dpo.dpo_loss(*(torch.tensor([x]) for x in (-1.0, -3.0, -2.0, -2.5)), beta=0.1)
     assert losses.item() == pytest.approx(-math.log(1 / (1 + math.exp(-0.15))), rel=1e-5)
     assert stats["margin"].item() == pytest.approx(0.15)
+    assert stats["chosen_reward"].item() == pytest.approx(0.1)
+    assert stats["rejected_reward"].item() == pytest.approx(-0.05)
     assert stats["weight"].item() == pytest.approx(1 / (1 + math.exp(0.15)))
     same = torch.tensor([-1.0, -5.0])
     assert dpo.dpo_loss(same, same - 2, same, same - 2, 0.3)[0].tolist() == pytest.approx([math.log(2)] * 2)
@@ -67,7 +69,8 @@ def test_the_optimum_is_the_papers():
 
 def test_label_smoothing_and_reference_free():
     """s = .1 and, without a reference, h = 4 − 2: .9·log(1 + e⁻²) + .1·log(1 + e²)."""
-    losses, _ = dpo.dpo_loss(torch.tensor([4.0]), torch.tensor([2.0]), None, None, beta=1.0, label_smoothing=0.1)
+    losses, stats = dpo.dpo_loss(torch.tensor([4.0]), torch.tensor([2.0]), None, None, beta=1.0, label_smoothing=0.1)
+    assert (stats["chosen_reward"], stats["rejected_reward"]) == (4, 2)
     assert losses.item() == pytest.approx(0.9 * math.log(1 + math.exp(-2)) + 0.1 * math.log(1 + math.exp(2)), rel=1e-5)
 
 
@@ -258,7 +261,8 @@ def test_every_form_of_preference_row(tmp_path, capsys):
 def test_answers_are_cut_where_the_context_ends(capsys):
     tokenizer = common.tiny_tokenizer()
     tokenizer.model_max_length = 10
-    cfg = types.SimpleNamespace(model="tiny", system_prompt="", max_prompt_tokens=99, max_completion_tokens=99)
+    cfg = types.SimpleNamespace(model="tiny", system_prompt="", thinking="auto", max_prompt_tokens=99,
+                                max_completion_tokens=99)
     preference = common.Preference("12+34=?", [], ["46", "<think>2+4=6"], [], [2.0, 1.0])
     common.encode_preferences([preference], tokenizer, cfg, "--data")
     assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<eos>", "<think>2+"]  # 7 + 3 tokens

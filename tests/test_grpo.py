@@ -214,7 +214,9 @@ def test_a_whole_run_learns_and_its_model_loads(tmp_path):
     metrics = read_metrics(out)
     assert [m["step"] for m in metrics] == list(range(7))
     first = metrics[1]
-    assert first["kl"] == 0 and first["clip_fraction"] == 0 and abs(first["loss"]) < 1e-6
+    assert first["kl"] == first["clip_fraction"] == first["approx_kl"] == 0 and abs(first["loss"]) < 1e-6
+    assert first["rollout_seconds"] > 0 < first["reward_seconds"]
+    assert first["rollout_seconds"] + first["reward_seconds"] < first["seconds"]
     assert first["lr"] == 1e-4
     assert {"reward", "accuracy", "entropy", "grad_norm", "completion_length", "truncated_fraction", "seconds",
             "tokens_per_second", "peak_memory_mb"} <= first.keys()

@@ -711,7 +711,7 @@ def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, mi
         for name in ("loss", "grad_norm", "lr"):
             expected[f"value_{name}"] = sum(update[name] for update in value_updates) / len(value_updates)
         if beta:
-            expected |= {"kl": log_ratios.mean(), "kl_coef": beta}
+            expected |= {"kl": log_ratios.mean(), "kl_per_completion": log_ratios.sum() / 12, "kl_coef": beta}
             error = log_ratios.sum() / 12 / 3 - 1  # (KL − target) / target, with a target of 3 nats per completion
             beta *= 1 + 0.1 * error.clamp(-0.2, 0.2).item()
         assert_metrics(step, updates, expected)

@@ -96,7 +96,8 @@ def test_what_may_change_with_resume_and_what_not(tmp_path, monkeypatch):
     begin(tmp_path, monkeypatch, resume=True, **may_change)
     for field in dataclasses.fields(grpo.Config):
         if field.name not in {*may_change, "resume", "overwrite", "output_dir", "log_to"}:
-            other = {bool: not field.default, str: "other", int: 2, float: 0.125}.get(field.type, "linear")
+            other = {bool: not field.default, str: "other", int: 2, float: 0.125}.get(
+                field.type, "on" if field.name == "thinking" else "linear")
             with pytest.raises(common.UserError, match=f"--{field.name} was"):
                 begin(tmp_path, monkeypatch, resume=True, **{field.name: other})
 
@@ -307,14 +308,16 @@ def test_the_time_of_a_step_begins_with_the_step():
 def test_samples_are_two_of_each_of_four_prompts(tmp_path):
     run = FakeRun(grpo.Config(eval_every=7))
     run.directory = tmp_path
-    problems = [common.Problem(str(p), [], f"a{p}", {}) for p in range(5)]
-    rollout = SimpleNamespace(completions=[f"{p}.{g}" for p in range(5) for g in range(3)])
+    problems = [common.Problem("", [], f"a{p}", {}, rendered=(str(p), True)) for p in range(5)]
+    rollout = SimpleNamespace(completions=[f"{p}.{g}" for p in range(5) for g in range(3)],
+                              finished=torch.arange(15) % 2 == 0)
     numbers = torch.arange(15.0)
     for step in range(1, 9):  # in the first step, and in those that evaluate
         run.log_samples(step, problems, rollout, numbers.view(5, 3), -numbers)
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert rows == [{"step": step, "prompt": str(p), "completion": f"{p}.{g}", "answer": f"a{p}", "reward": 3.0 * p + g,
-                     "advantage": -(3.0 * p + g)} for step in (1, 7) for p in range(4) for g in range(2)]
+    assert rows == [{"step": step, "prompt": str(p), "completion": f"{p}.{g}", "finished": (3 * p + g) % 2 == 0,
+                     "answer": f"a{p}", "reward": 3.0 * p + g, "advantage": -(3.0 * p + g)}
+                    for step in (1, 7) for p in range(4) for g in range(2)]
 
 
 def install(monkeypatch, package):

@@ -352,7 +352,7 @@ def test_flags_from_a_file_and_help(tmp_path, capsys):
 
 # ---------------------------------------------------------------------------------------------- stopping, resuming
 
-TIMING = {"seconds", "tokens_per_second", "peak_memory_mb"}
+TIMING = {"seconds", "rollout_seconds", "reward_seconds", "tokens_per_second", "peak_memory_mb"}
 
 
 def outcome(directory):
