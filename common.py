@@ -622,9 +622,12 @@ def shard(model, device: torch.device):
         return model.to(device)
     weights = model.state_dict() if rank() == 0 and world_size() > 1 else {}
     layers = [] if is_small(model, device) else decoder_layers(model)
+    # The root takes the parameters of layers that share some (Zamba): a parameter can be in one FSDP module only.
+    uses = collections.Counter(id(parameter) for layer in layers for parameter in layer.parameters())
+    own = [layer for layer in layers if all(uses[id(parameter)] == 1 for parameter in layer.parameters())]
     # Inputs keep the dtype that the model gave them (rotary angles: float32), as they would without FSDP.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in [*layers, model]:
+    for module in [*own, model]:
         fully_shard(module, mp_policy=precision,
                     reshard_after_forward=frozen or module is not model)  # backward begins with the root: keep it
         if world_size() > 1:

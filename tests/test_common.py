@@ -797,13 +797,18 @@ def test_a_gpu_computes_in_bfloat16_and_adds_gradients_in_float32(monkeypatch):
     assert [(policy.param_dtype, policy.reduce_dtype) for policy in policies] == [(torch.bfloat16, torch.float32)]
 
 
-def test_each_layer_is_gathered_by_itself(monkeypatch):
+def test_each_layer_is_gathered_by_itself_unless_it_shares_weights(monkeypatch):
+    """A weight can be in one FSDP module only: the whole model takes what two layers share, as in Zamba."""
     model, modules = random_model("Qwen2")[0], []
     layers = list(common.decoder_layers(model))
     monkeypatch.setattr(common, "is_small", lambda *_: False)
     monkeypatch.setattr(common, "fully_shard", lambda module, **_: modules.append(module))
     common.shard(model, torch.device("cuda"))
     assert modules == [*layers, model]
+    modules.clear()
+    layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    common.shard(model, torch.device("cuda"))
+    assert modules == [*layers[2:], model]
 
 
 def test_a_gathered_model_runs_without_hooks_which_then_come_back():
