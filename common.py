@@ -137,8 +137,8 @@ class RunConfig:
                                   "prompt). none: no such message. Empty: one that asks for <think> and <answer>, but "
                                   "none for preferences or for a string without a template")
     thinking: Literal["auto", "on", "off"] = flag(
-        "auto", "what a chat template that can open a thought (Qwen3's) is asked for in problems; auto: on with the "
-                "system message that asks for <think>, else what it does unasked")
+        "auto", "whether a chat template that knows such a switch (Qwen3's) lets the model think about problems; auto: on "
+                "without --system_prompt, else what it does unasked")
     max_prompt_tokens: int = flag(1024, "longer prompts are left out, and the script says how many")
     trust_remote_code: bool = flag(False, "run model code that comes with the checkpoint")
     output_dir: str = flag("", "metrics.jsonl, model/, checkpoint/ and the rest go here; empty: runs/SCRIPT")
@@ -2211,8 +2211,8 @@ def load_reward_model(cfg):
     # What reward_model.py has trained is read at the end of a turn. Others, such as TRL's, have learned from the whole
     # text of a template, and are read at its last token: ChatML's and Gemma's write a newline after that end.
     whole = not hasattr(model.config, "reward_shift")
-    last_token, context = answer_form(own)[2][-1 if whole else 0], context_length(model)
-    same_tokens = same_tokens and last_token == turn_end(own)
+    tail, context = answer_form(own)[2][:None if whole else 1], context_length(model)
+    same_tokens = same_tokens and len(tail) == 1
 
     def scores(problems: list[Problem], rollout: Rollout) -> torch.Tensor:
         batch = rollout if same_tokens else retokenize(problems, rollout, own, cfg.system_prompt, whole)
@@ -2223,8 +2223,10 @@ def load_reward_model(cfg):
             say(f"--reward {cfg.reward}: cut {cut} of {len(position)} sequences where its context ends")
         kept = batch.attention_mask * (position <= context)
         last = (kept * position).argmax(1, keepdim=True)  # [N, 1] the column of each last token
-        # It becomes the right one: one token more might not fit into the context.
-        batch = Batch(batch.input_ids.scatter(1, last, last_token), kept, kept[:, -T:].bool())
+        # The tail takes the place of the last tokens: more of them might not fit into the context.
+        columns = last - torch.arange(len(tail), device=last.device).flip(0)  # [N, tokens of the tail]
+        ends = torch.tensor(tail, device=last.device).expand_as(columns)
+        batch = Batch(batch.input_ids.scatter(1, columns, ends), kept, kept[:, -T:].bool())
         # Copies of a row are scored once. In different micro-batches they could round differently, but a group of
         # copies must have advantages of exactly 0, and two copies make no pair.
         ids, first = batch.input_ids.where(batch.attention_mask > 0, -1).cpu().numpy(), {}
@@ -2344,9 +2346,9 @@ def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
     each pair), and what to try: it is no bug, but its rewards teach nothing."""
     if not advantages.any():
         say(f"step {step}: its rewards teach nothing, since they are equal, if not in all groups then within every one "
-            "(DAPO: no group is both right and wrong). If this goes on: easier or harder problems, a larger "
-            "--group_size, a higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin with (in "
-            "DAPO with --no_dynamic_sampling)")
+            "(DAPO: no group is both right and wrong). If this goes on: easier or harder problems, a larger group "
+            "(PPO: more prompts), a higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin with "
+            "(in DAPO with --no_dynamic_sampling)")
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -2458,7 +2460,8 @@ class Run:
             if script != self.script:
                 raise UserError(f"--resume: {directory} holds a run of {script}, not of {self.script}")
             for name, value in vars(cfg).items():
-                if name not in self.MAY_CHANGE and flags.get(name) != value:
+                # A flag that is newer than the run had its default.
+                if name not in self.MAY_CHANGE and flags.get(name, getattr(type(cfg), name)) != value:
                     raise UserError(f"--resume: --{name} was {flags.get(name)!r} and is now {value!r}; "
                                     "that would be a different run")
         elif held and not cfg.overwrite:
@@ -3097,7 +3100,7 @@ def is_equivalent(prediction, answer) -> bool:
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
-_ARITHMETIC = re.compile(r"[\d)}][.|]?[-+*x](?!\{?10\}?[\^⁻⁰¹²³⁴-⁹])[-+]*[\d({|.\\}]"  # not 2*10^6
+_ARITHMETIC = re.compile(r"[\d)}][.|]?[-+*](?!\{?10\}?[\^⁻⁰¹²³⁴-⁹])[-+]*[\d({|.\\}]"  # not 2*10^6
                          r"|(?<![a-z_])[\d).][({|]+[-+\d.]|[\d)]!|\\binom|\\choose")  # 7(8), not \frac1{2}
 _FORMULA = re.compile(r"[\w)}][-+*/^][\w({\\]|\\[a-z]")  # 1/2, x+1, \sqrt{2}; `_bare` has left out spaces and \text
 _QUOTIENT = re.compile(r"\d[)}]*/[-({]*[\d.]|\\frac[-({]*[\d.]")  # 144/12
@@ -3222,7 +3225,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?<![\w.^)}])(\d+)(?: (\d+/\d+)| ?(\\frac\{\d+\}\{\d+\}))", r"(\1+\2\3)"),
     (r"(\d*)\.(\d*) ?\\(?:overline|dot)\{(\d+)\}",
      lambda d: f"({d[1]}.{d[2]}0+{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
-    (r"(?<=\d) ?x ?(?=10\^)|(?<=\d) x (?=\.?\d)", "*"),
+    (r"(?<=\d) ?x ?(?=10\^)|(?<=\d) x (?=\.?\d[^,]*=)", "*"),
     # 1,234 is a number, but (1,234) is a pair: only before the first bracket
     (r"^[^(\[‹]*", lambda head: _THOUSANDS.sub(lambda number: number[0].replace(number[1], ""), head[0]))]]
 
@@ -3322,8 +3325,8 @@ def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, but x^2 = 5 does not; x ≥ 5 agrees with [5, \\infty)."""
     if kind[-1] == "=":
         # In x, x_1, f(-2), f(g(3)) and x_1 + x_2, all digits belong to an index or to the argument of a function.
-        rest = re.sub(r"_\{?[\d/,]+\}?|\^\{-1\}(?=\()|(?<=[a-zA-Z}])\(-?[^()+\d-]*\d[^()+-]*\)++(?! ?[\w(\\])", "",
-                      sides[0])
+        rest = re.sub(r"(?<!log)_\{?[\d/,]+\}?|\^\{-1\}(?=\()"
+                      r"|(?<=[a-zA-Z})']) ?\(-?[^()+\d-]*\d[^()+-]*\)++(?! ?[\w(\\])", "", sides[0])
         is_name = not re.search(r"^-|\d", rest) or sides[-1].startswith("[[")  # A^{-1} before a matrix
         return _same(sides[-1], plain, depth) and (is_name or _same_value(sides[0], plain))
     if kind == "≠" and _LETTER.fullmatch(sides[0]):
@@ -3461,7 +3464,7 @@ def _values(text: str) -> tuple[tuple, float]:
     """
     # n2^n, (n-1)2^n, 2^6 3^5, 3!7! and the i2 of e^{i2\pi/3} are products, but x2 is not 2x.
     text = re.sub(r"(?<!\\ln)(?<!\\log)(?<=[a-zA-Z)}]) ?(?=\d+\^)|(?<=\^\d) (?=\d)"
-                  r"|(?:(?<=!)|(?<=i)(?<!pi)) ?(?=\d)", "*", text)
+                  r"|(?<=[!i])(?<!\\frac\\pi) ?(?=\d)", "*", text)
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
     values, largest = zip(*(_value(words, modulus) for modulus in (1009, 1013, 1019)))
     return values, 4e-15 * max(largest)  # some twenty roundings of the largest

@@ -227,7 +227,8 @@ def main(cfg: Config) -> None:
                            for problem, completion in zip(batch, rollout.completions)]
             rewards += cfg.format_reward * torch.tensor(well_formed, device=run.device)[:, None]
         rewards = rewards.where(rollout.finished[:, None], rewards.clamp(max=cfg.missing_eos_score))
-        common.warn_without_signal(step, rewards - rewards[0])
+        if len(batch) > 1:
+            common.warn_without_signal(step, rewards - rewards[0])
 
         # 3. Advantages: compare the rewards from each token on with the critic's prediction, and whiten.
         minibatches = torch.randperm(len(rollout.mask)).tensor_split(cfg.minibatches)  # shuffled row numbers

@@ -709,6 +709,9 @@ def test_a_template_that_can_leave_thinking_open_does_so_for_problems(name):
             common.encode_prompts([problem], tokenizer, encode_config(system_prompt=system_prompt, thinking=thinking,
                                                                       model="other", max_prompt_tokens=999), "--data")
             assert problem.rendered[0].endswith(end) and problem.opening == end[1:] * (thinking == "on")
+        preference = common.Preference("1", [], ["2", "3"], [], [1.0, 0.0])  # with or without a thought, as answers are
+        common.encode_preferences([preference], tokenizer, encode_config(thinking=thinking, model="other"), "--data")
+        assert preference.rendered[0] == "1"
     no_system = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
     tokenizer.chat_template = no_system + tokenizer.chat_template
     assert common.render_prompt("1", tokenizer, "") == (common.SYSTEM_PROMPT + "\n\n1<think>", True)
@@ -919,6 +922,11 @@ def test_the_first_row_is_shown(capsys):
     assert "--data: 1 rows; the first prompt ends with '1+1=?', its answer is '2'\n" in capsys.readouterr().err
     common.encode_preferences([common.Preference("1+1=?", [], ["2", "3"], [], [1.0, 0.0])], tokenizer, cfg, "--data")
     assert "--data: 1 rows; the first prompt ends with '1+1=?', its answer is '2'\n" in capsys.readouterr().err
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    for system_prompt, said in (("", True), ("none", False), ("7", False)):  # it may be against what the task wants
+        cfg = encode_config(model="other", system_prompt=system_prompt, max_prompt_tokens=999)
+        common.encode_prompts([common.Problem("1+1=?", [], "2", {})], tokenizer, cfg, "--data")
+        assert ("1 rows with a system prompt that asks for <think>" in capsys.readouterr().err) == said
 
 
 # ------------------------------------------------------------------------------------------------- preferences
@@ -964,6 +972,8 @@ def test_a_prompt_beside_conversations_of_several_turns():
     assert common.read_preference({"prompt": complete[:2], **whole}).prompt == complete  # one system message, not two
     spaced = [{**turn, "content": turn["content"] + " ", "id": 7} for turn in rest["rejected"]]
     assert common.read_preference({"prompt": "1", **rest, "rejected": spaced}).answers == ["a", "b "]
+    own = {name: [{"role": "assistant", "content": "hi"}, *conversation] for name, conversation in rest.items()}
+    assert common.read_preference({"prompt": "3", **own}).prompt == own["chosen"][:-1]  # the last turn, not one before
     for prompt in ("0", complete[:1] + [{"role": "user", "content": "0"}]):  # answers that go on where it ends
         later = {name: conversation[1:] for name, conversation in rest.items()}
         *known, last = common.read_preference({"prompt": prompt, **later}).prompt[:-2]

@@ -486,7 +486,7 @@ def test_a_reward_model_with_another_template_reads_its_own(tmp_path, policy_dir
 
 
 @pytest.mark.parametrize("shift", [None, 1.0])
-def test_a_reward_model_of_others_reads_all_that_its_template_writes(shift, tmp_path, policy_directory):
+def test_a_reward_model_of_others_reads_all_that_its_template_writes(shift, tmp_path, policy_directory, monkeypatch):
     """ChatML and Gemma write a newline (here: a comma) behind the token that ends a turn. TRL's reward models have
     learned to judge there, at the last token of the template's text; those of reward_model.py, which have a
     `reward_shift`, at the end of the turn. Policy and reward model have the same tokenizer."""
@@ -519,6 +519,17 @@ def test_a_reward_model_of_others_reads_all_that_its_template_writes(shift, tmp_
             expected = model.score(model.base_model(torch.tensor([ids]))[0])[0, -1, 0] - (shift or 0.0)
             torch.testing.assert_close(reward, expected, rtol=1e-4, atol=1e-5)
     assert rollout.finished.any() and not rollout.finished.all()
+    # Where its context ends, the turn still does.
+    config = tmp_path / "rm" / "config.json"
+    longest = int(rollout.attention_mask.sum(1).max())
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": longest - 3}))
+    scored = []
+    monkeypatch.setattr(common, "all_scores", lambda model, batch, *_: scored.append(batch) or torch.zeros(8))
+    common.load_reward(reward_config(tmp_path / "rm", policy_directory, system_prompt="none"))(problems, rollout)
+    lengths = scored[0].attention_mask.sum(1)
+    assert lengths.max() == longest - 3
+    for ids, mask in zip(scored[0].input_ids, scored[0].attention_mask):
+        assert tokenizer.decode(ids[mask.bool()]).endswith("<eos>," if shift is None else "<eos>")
 
 
 def test_scores_that_are_not_finite_are_refused(tmp_path, policy_directory, monkeypatch):
