@@ -137,7 +137,7 @@ class RunConfig:
                                   "prompt). none: no such message. Empty: one that asks for <think> and <answer>, but "
                                   "none for preferences or for a string without a template")
     thinking: Literal["auto", "on", "off"] = flag(
-        "auto", "whether a chat template that knows such a switch (Qwen3's) lets the model think about problems; auto: on "
+        "auto", "whether a chat template with such a switch (Qwen3's) lets the model think about problems; auto: on "
                 "without --system_prompt, else what it does unasked")
     max_prompt_tokens: int = flag(1024, "longer prompts are left out, and the script says how many")
     trust_remote_code: bool = flag(False, "run model code that comes with the checkpoint")
