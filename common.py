@@ -159,8 +159,8 @@ class RunConfig:
 
 
 LARGEST = 1e30  # rules out infinity
-# The lowest and highest value of a number flag. One that is not listed is at least 1 (int), at least 0 (float), or at
-# least its default.
+# The lowest and highest value of a number flag. One that is not listed is at least 1 (int) or 0 (float), or at least its
+# default where that is lower.
 LIMITS = {
     "max_grad_norm": (1e-8, LARGEST), "temperature": (1e-8, LARGEST), "beta": (1e-8, LARGEST),
     "clip_eps": (0, 1), "clip_low": (0, 1), "clip_high": (0, 10), "label_smoothing": (0, 0.5),
@@ -384,7 +384,7 @@ def on_main_rank(work):
     return result
 
 
-PHASE_SECONDS = collections.Counter()  # of the step so far: what the functions have taken that are `timed`
+PHASE_SECONDS = collections.Counter()  # how much of the step so far went into functions that are `timed`
 
 
 def timed(phase: str):
@@ -2345,10 +2345,10 @@ def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
     """Say so when a step's advantages are all 0 (ppo.py passes how far rewards are from the first one, dpo.py a 1 for
     each pair), and what to try: it is no bug, but its rewards teach nothing."""
     if not advantages.any():
-        say(f"step {step}: its rewards teach nothing, since they are equal, if not in all groups then within every one "
-            "(DAPO: no group is both right and wrong). If this goes on: easier or harder problems, a larger group "
-            "(PPO: more prompts), a higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin with "
-            "(in DAPO with --no_dynamic_sampling)")
+        say(f"step {step}: its rewards teach nothing, since they are equal within every group (PPO: in the whole step; "
+            "DAPO: no group is both right and wrong). If this goes on: easier or harder problems, a larger group (PPO: "
+            "more prompts), a higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin with (in "
+            "DAPO with --no_dynamic_sampling)")
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -3222,6 +3222,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\|([^|]+)\|", r"(\\abs (\1))"),
     (r"\\(frac|binom|log_|overline) ?(\w)", r"\\\1{\2}"), (r"(\\(?:frac|binom)\{[^{}]*\}) ?(\w)", r"\1{\2}"),
     # 2 1/2 and 2\frac{1}{2} are (2+1/2), 0.1\overline{6} is (0.10+6/90), 1.5 x 10^3 is 1.5*10^3
+    # and 4 x 10 = 40 is 4*10 = 40; but 3 x 4 inches is a size
     (r"(?<![\w.^)}])(\d+)(?: (\d+/\d+)| ?(\\frac\{\d+\}\{\d+\}))", r"(\1+\2\3)"),
     (r"(\d*)\.(\d*) ?\\(?:overline|dot)\{(\d+)\}",
      lambda d: f"({d[1]}.{d[2]}0+{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
