@@ -208,7 +208,7 @@ def check_config(cfg) -> None:
         elif kind is str and re.search("[\ud800-\udfff]", value):
             raise UserError(f"--{name} {value!r}: is not UTF-8")
         if kind in (int, float):
-            low, high = LIMITS.get(name, (min(setting.default, 1 if kind is int else 0), LARGEST))
+            low, high = LIMITS.get(name, (min(getattr(type(cfg), name, 1), 1 if kind is int else 0), LARGEST))
             if not low <= value <= high:  # NaN fails this too
                 wanted = f"between {low} and {high}" if high < 10 ** 6 or value > high else f"at least {low}"
                 raise UserError(f"--{name} {value}: must be {'above 0' if low == 1e-8 and not value > 0 else wanted}")
@@ -2461,7 +2461,7 @@ class Run:
                 raise UserError(f"--resume: {directory} holds a run of {script}, not of {self.script}")
             for name, value in vars(cfg).items():
                 # A flag that is newer than the run had its default.
-                if name not in self.MAY_CHANGE and flags.get(name, getattr(type(cfg), name)) != value:
+                if name not in self.MAY_CHANGE and flags.get(name, getattr(type(cfg), name, None)) != value:
                     raise UserError(f"--resume: --{name} was {flags.get(name)!r} and is now {value!r}; "
                                     "that would be a different run")
         elif held and not cfg.overwrite:

@@ -28,6 +28,16 @@ def test_a_flag_out_of_range(script, name, value):
         common.check_config(importlib.import_module(script).Config(**{name: value}))
 
 
+def test_a_flag_of_ones_own_may_have_its_default():
+    """Without an entry in LIMITS, an int would have to be at least 1."""
+    @dataclasses.dataclass
+    class Config(importlib.import_module("grpo").Config):
+        replay: int = common.flag(0, "how many old rollouts to use again")
+    common.check_config(Config())
+    with pytest.raises(common.UserError, match="--replay -1: must be at least 0"):
+        common.check_config(Config(replay=-1))
+
+
 def test_a_wide_clip_is_allowed():
     common.check_config(importlib.import_module("dapo").Config(clip_high=5.0))
 
