@@ -159,8 +159,8 @@ class RunConfig:
 
 
 LARGEST = 1e30  # rules out infinity
-# The lowest and highest value of a number flag. One that is not listed is at least 1 (int) or 0 (float), or at least its
-# default where that is lower.
+# The lowest and highest value of a number flag. One that is not listed is at least 1 (int) or 0 (float), or its default
+# where that is lower.
 LIMITS = {
     "max_grad_norm": (1e-8, LARGEST), "temperature": (1e-8, LARGEST), "beta": (1e-8, LARGEST),
     "clip_eps": (0, 1), "clip_low": (0, 1), "clip_high": (0, 10), "label_smoothing": (0, 0.5),
