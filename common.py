@@ -2629,18 +2629,19 @@ class Run:
     def evaluates(self, step: int) -> bool:
         return step % self.cfg.eval_every == 0 or step == self.cfg.steps
 
-    def log_samples(self, step: int, problems, rollout: Rollout, rewards, advantages) -> None:
+    def log_samples(self, step: int, problems, rollout: Rollout, rewards, advantages=None) -> None:
         """In the first step, and in those that evaluate, write the first two completions of each of the first four
         prompts to samples.jsonl.
 
-        rewards: [P, G]. advantages: [N], one for each completion.
+        rewards: [P, G]. advantages: [N], one for each completion, or None.
         """
         if rank() == 0 and (step == 1 or self.evaluates(step)):
             G = rewards.shape[1]
             self.append("samples.jsonl", [
                 {"step": step, "prompt": problem.rendered[0], "completion": rollout.completions[p * G + g],
                  "finished": rollout.finished[p * G + g].item(), "answer": problem.answer,
-                 "reward": rewards[p, g].item(), "advantage": advantages[p * G + g].item()}
+                 "reward": rewards[p, g].item(),
+                 **({} if advantages is None else {"advantage": advantages[p * G + g].item()})}
                 for p, problem in enumerate(problems[:4]) for g in range(min(2, G))])
 
     def append(self, name: str, rows: list[dict]) -> None:

@@ -165,6 +165,7 @@ def main(cfg: Config) -> None:
                 "truncated_fraction": 1 - batch.finished.float().mean().item(),
                 "ties": len(drawn) - len(pairs),
                 "sampled_tokens": int(batch.lengths.sum())}
+            run.log_samples(step, drawn, batch, rewards)  # in step 1, and when it evaluates
         else:
             # Here a block, the rows that answer one prompt, is a pair: [chosen row, rejected row].
             batch, pairs, _ = common.collate_preferences(drawn, tokenizer.pad_token_id, run.device)

@@ -375,4 +375,7 @@ def test_on_policy_the_higher_of_two_rewards_above_0_is_chosen(tmp_path, monkeyp
     longer = (2 * untied + lengths[untied].argmax(1)).tolist()  # row numbers
     chosen = [plain_logprobs(policy, rollout, i, 1.3).sum().item() for i in longer]
     assert step.metrics["ties"] == 8 - len(untied) < 8
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [(row["completion"], row["reward"]) for row in samples] == [
+        (text, 1 + len(text)) for text in rollout.completions[:8]] and "advantage" not in samples[0]
     assert step.metrics["chosen_logprobs"] == pytest.approx(sum(chosen) / len(chosen), rel=1e-4)
