@@ -1261,7 +1261,7 @@ def prompt_and_answers(row: dict) -> tuple:
     return prompt, answers, scores
 
 
-def prompt_of_conversations(conversations: list[list[dict]], row: dict, prompt) -> str | list[dict]:
+def prompt_of_conversations(conversations: list[list[dict]], row: dict, prompt) -> str | list[dict] | None:
     """All turns before the last, which is the answer. A `prompt` beside them may be one of these turns, or all of them,
     or what comes before the first."""
     if any(turns[-1].get("tool_calls") for turns in conversations):
@@ -2180,7 +2180,7 @@ def load_reward(cfg, wrong: float = 0.0):
 
 
 def is_right(problem: Problem, completion: str) -> bool:
-    """The verifier's judgement."""
+    """Whether the verifier accepts the completion's answer: equal to the gold one, and worked out."""
     answer = extract_answer(problem.begun + completion, closed_only=True)
     return is_equivalent(answer, problem.answer) and is_worked_out(answer, problem.answer, problem.prompt)
 

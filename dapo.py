@@ -132,7 +132,7 @@ def dapo_loss(logprobs, old_logprobs, advantages, weights, clip_low: float, clip
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss = -(weights * torch.min(unclipped, clipped)).sum()
     stats = {"clip_fraction": common.masked_mean((clipped < unclipped).float(), active),
-             "approx_kl": common.masked_mean(ratio - 1 - log_ratio, active)}  # an estimate of KL(π_old‖π), as k3
+             "approx_kl": common.masked_mean(ratio - 1 - log_ratio, active)}  # an estimate of KL(π_old‖π)
     return loss, stats
 
 
@@ -169,7 +169,7 @@ def main(cfg: Config) -> None:
         found = int(informative_groups(correct).sum())
         if len(groups) < cfg.prompts_per_step:
             common.say(f"step {step}: {found} of {len(batch)} groups are informative, {cfg.prompts_per_step} wanted "
-                       "(right and wrong completions in it; by a reward of your own, right is above 0)")
+                       "(informative: right and wrong completions; by a reward of your own, right is above 0)")
         rewards += soft_overlong_penalty(rollout.lengths, cfg.max_new_tokens, cfg.overlong_buffer).view_as(rewards)
         loss_mask = rollout.mask & rollout.finished[:, None] if cfg.overlong_filtering else rollout.mask  # [N, T]
 

@@ -165,7 +165,6 @@ def main(cfg: Config) -> None:
                 "truncated_fraction": 1 - batch.finished.float().mean().item(),
                 "ties": len(drawn) - len(pairs),
                 "sampled_tokens": int(batch.lengths.sum())}
-            run.log_samples(step, drawn, batch, rewards)  # in step 1, and when it evaluates
         else:
             # Here a block, the rows that answer one prompt, is a pair: [chosen row, rejected row].
             batch, pairs, _ = common.collate_preferences(drawn, tokenizer.pad_token_id, run.device)
@@ -198,6 +197,8 @@ def main(cfg: Config) -> None:
             **metrics, **meter.means(), **run.timing(batch.attention_mask.sum())}
 
         # 4. Evaluate and save.
+        if cfg.on_policy:
+            run.log_samples(step, drawn, batch, rewards)  # in step 1, and when it evaluates
         if run.evaluates(step):
             metrics |= evaluate(policy, tokenizer, eval_preferences, eval_problems, score, cfg, run.device)
         run.end_step(step, metrics)

@@ -77,7 +77,7 @@ def dr_grpo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
     loss = -(weights * torch.min(unclipped, clipped)).sum()
     stats = {"clip_fraction": common.masked_mean((clipped < unclipped).float(), active),
-             "approx_kl": common.masked_mean(ratio - 1 - log_ratio, active)}  # an estimate of KL(π_old‖π), as k3
+             "approx_kl": common.masked_mean(ratio - 1 - log_ratio, active)}  # an estimate of KL(π_old‖π)
     return loss, stats
 
 

@@ -80,7 +80,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, weights, clip_ep
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
     loss = -(weights * torch.min(unclipped, clipped)).sum()
     stats = {"clip_fraction": common.masked_mean((clipped < unclipped).float(), active),
-             "approx_kl": common.masked_mean(ratio - 1 - log_ratio, active)}  # an estimate of KL(π_old‖π), as k3
+             "approx_kl": common.masked_mean(ratio - 1 - log_ratio, active)}  # an estimate of KL(π_old‖π)
     if kl_coef > 0:  # otherwise ref_logprobs is not read
         log_ref_ratio = (ref_logprobs.detach() - logprobs).where(active, 0.0).clamp(max=20)  # log(π_ref/π)
         kl = log_ref_ratio.exp() - log_ref_ratio - 1  # k3: never negative; its mean over samples of π is KL(π‖π_ref)

@@ -129,7 +129,7 @@ def ppo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
     loss = -(weights * torch.min(unclipped, clipped)).sum()
     stats = {"clip_fraction": common.masked_mean((clipped < unclipped).float(), active),
-             "approx_kl": common.masked_mean(ratio - 1 - log_ratio, active)}  # an estimate of KL(π_old‖π), as k3
+             "approx_kl": common.masked_mean(ratio - 1 - log_ratio, active)}  # an estimate of KL(π_old‖π)
     return loss, stats
 
 
@@ -227,7 +227,7 @@ def main(cfg: Config) -> None:
                            for problem, completion in zip(batch, rollout.completions)]
             rewards += cfg.format_reward * torch.tensor(well_formed, device=run.device)[:, None]
         rewards = rewards.where(rollout.finished[:, None], rewards.clamp(max=cfg.missing_eos_score))
-        if len(batch) > 1:
+        if len(batch) > 1:  # a single reward equals itself, and still teaches the critic
             common.warn_without_signal(step, rewards - rewards[0])
 
         # 3. Advantages: compare the rewards from each token on with the critic's prediction, and whiten.
@@ -270,9 +270,9 @@ def main(cfg: Config) -> None:
             meter.add(1, **run.optimizer_step(policy, optimizer, schedule, total_loss))
             critic_metrics = run.optimizer_step(value_model, value_optimizer, value_schedule, total_value_loss)
             meter.add(1, **{f"value_{name}": value for name, value in critic_metrics.items()})
-        kl = (old_logprobs - ref_logprobs).where(rollout.mask, 0.0).sum(dim=1).mean().item()  # nats per completion
+        kl_per_completion = (old_logprobs - ref_logprobs).where(rollout.mask, 0.0).sum(dim=1).mean().item()  # in nats
         if cfg.kl_target > 0:
-            run.extra["kl_coef"] = adapted_kl_coef(kl_coef, kl, cfg.kl_target)
+            run.extra["kl_coef"] = adapted_kl_coef(kl_coef, kl_per_completion, cfg.kl_target)
 
         # 5. Log.
         metrics = {
@@ -286,8 +286,8 @@ def main(cfg: Config) -> None:
             "truncated_fraction": 1 - rollout.finished.float().mean().item(),
             **run.timing(rollout.lengths.sum())}
         if reference is not None:
-            kl_per_token = common.masked_mean(old_logprobs - ref_logprobs, rollout.mask).item()
-            metrics |= {"kl": kl_per_token, "kl_per_completion": kl, "kl_coef": kl_coef}
+            kl = common.masked_mean(old_logprobs - ref_logprobs, rollout.mask)  # nats per token
+            metrics |= {"kl": kl.item(), "kl_per_completion": kl_per_completion, "kl_coef": kl_coef}
 
         # 6. Evaluate and save.
         run.log_samples(step, batch, rollout, rewards, advantages[:, 0])  # in step 1, and when it evaluates
