@@ -147,6 +147,7 @@ class RunConfig:
     seed: int = flag(0, "seed of data order, sampling and new heads")
     log_to: Literal["none", "tensorboard", "wandb"] = flag("none", "a second log, beside metrics.jsonl")
     save_every: int = flag(50, "steps between checkpoints")
+    model_every: int = flag(0, "steps between models that are kept in OUTPUT_DIR/models; 0: only the last, in model/")
     eval_every: int = flag(20, "steps between evaluations; there is one before the first step and one after the last")
     eval_samples: int = flag(1, "k: if above 1, also sample k completions per problem, for avg@k and pass@k")
     micro_batch_tokens: int = flag(4096, "padded tokens per forward and backward pass: lower it when memory runs out")
@@ -2409,10 +2410,11 @@ class Run:
 
     # If --overwrite is interrupted, --resume must find no whole checkpoint, and config.json must still tell whose
     # directory it is: they are the first and the last to be removed.
-    WRITES = ("checkpoint", "metrics.jsonl", "samples.jsonl", "model", "tensorboard", "config.json")
+    WRITES = ("checkpoint", "metrics.jsonl", "samples.jsonl", "model", "models", "tensorboard", "config.json")
     # All other flags must stay the same when a run is resumed.
-    MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "eval_data", "eval_problems",
-                  "eval_every", "eval_samples", "max_bad_steps", "micro_batch_tokens", "gradient_checkpointing"}
+    MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "model_every", "eval_data",
+                  "eval_problems", "eval_every", "eval_samples", "max_bad_steps", "micro_batch_tokens",
+                  "gradient_checkpointing"}
 
     def __init__(self, cfg):
         """Check the output directory, join the other ranks, set the seed. Nothing is written before `start`."""
@@ -2684,6 +2686,15 @@ class Run:
             self.close()
             say(f"stopped after step {step}; continue with the same command and --resume")
             leave(128 + stop_signal)
+
+    def keeps_model(self, step: int) -> bool:
+        return self.cfg.model_every > 0 and step % self.cfg.model_every == 0
+
+    def keep_model(self, step: int, model, tokenizer) -> None:
+        """Every --model_every steps, write OUTPUT_DIR/models/step-N. Call it before `end_step`, which may stop the run:
+        continued, that does not do this step again."""
+        if self.keeps_model(step):
+            save_model(model, tokenizer, self.directory / "models" / f"step-{step}")
 
     def finish(self, model, tokenizer) -> None:
         """Write OUTPUT_DIR/model."""

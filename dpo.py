@@ -201,6 +201,7 @@ def main(cfg: Config) -> None:
             run.log_samples(step, drawn, batch, rewards)  # in step 1, and when it evaluates
         if run.evaluates(step):
             metrics |= evaluate(policy, tokenizer, eval_preferences, eval_problems, score, cfg, run.device)
+        run.keep_model(step, policy, tokenizer)  # every --model_every steps
         run.end_step(step, metrics)
     run.finish(policy, tokenizer)
 

@@ -150,6 +150,7 @@ def main(cfg: Config) -> None:
         run.log_samples(step, batch, rollout, rewards, advantages)  # in step 1, and when it evaluates
         if run.evaluates(step):
             metrics |= common.evaluate(policy, tokenizer, eval_problems, score, cfg)
+        run.keep_model(step, policy, tokenizer)  # every --model_every steps
         run.end_step(step, metrics)
     run.finish(policy, tokenizer)
 

@@ -108,6 +108,18 @@ def evaluate(model, tokenizer, preferences, cfg: Config, device) -> dict[str, fl
         "eval_calibration_error": calibration_error(differences)}
 
 
+def complete_config(model, tokenizer, data: common.Shuffled, cfg: Config, device) -> None:
+    """Put into the model's config what those who load the model need.
+
+    Only differences of scores have a meaning, so their zero is put at the mean score of the best answers. The head has
+    no bias to hold this shift: model/config.json keeps it, and --reward subtracts it.
+    """
+    best_scores = [scores[0] for scores in answer_scores(model, tokenizer, data.first(2000), cfg, device)]
+    model.config.reward_shift = torch.stack(best_scores).mean().item()
+    model.config.pad_token_id = model.config.get_text_config().pad_token_id = common.pad_unlike_eos(tokenizer)
+    model.config.problem_type = "regression"  # else transformers' pipeline would return the sigmoid of a score
+
+
 def main(cfg: Config) -> None:
     run = common.Run(cfg)
     preferences, eval_preferences = common.read_train_and_eval(cfg, common.read_preferences)
@@ -153,14 +165,11 @@ def main(cfg: Config) -> None:
         # 4. Evaluate and save.
         if run.evaluates(step):
             metrics |= evaluate(model, tokenizer, eval_preferences, cfg, run.device)
+        if run.keeps_model(step):
+            complete_config(model, tokenizer, data, cfg, run.device)
+        run.keep_model(step, model, tokenizer)  # every --model_every steps
         run.end_step(step, metrics)
-
-    # Only differences of scores have a meaning, so their zero is put at the mean score of the best answers. The head
-    # has no bias to hold this shift: model/config.json keeps it, and --reward subtracts it.
-    best_scores = [scores[0] for scores in answer_scores(model, tokenizer, data.first(2000), cfg, run.device)]
-    model.config.reward_shift = torch.stack(best_scores).mean().item()
-    model.config.pad_token_id = model.config.get_text_config().pad_token_id = common.pad_unlike_eos(tokenizer)
-    model.config.problem_type = "regression"  # else transformers' pipeline would return the sigmoid of a score
+    complete_config(model, tokenizer, data, cfg, run.device)
     run.finish(model, tokenizer)
 
 

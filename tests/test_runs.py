@@ -389,13 +389,13 @@ def wait_for(condition, process, said, seconds=120):
 
 @pytest.fixture(scope="session")
 def whole_run(tmp_path_factory, small):
-    """whole_run(script) -> the directory of an uninterrupted run, which is done once."""
+    """whole_run(script) -> the directory of an uninterrupted run that keeps the model of every step; done once."""
     done = {}
 
     def run(script):
         if script not in done:
             done[script] = tmp_path_factory.mktemp("runs") / "whole"
-            run_script(*small(script), "--output_dir", done[script])
+            run_script(*small(script), "--model_every", 1, "--output_dir", done[script])
         return done[script]
     return run
 
@@ -417,6 +417,17 @@ def kill_and_resume(folder, scripts):
         process.join()
         assert process.exitcode == 0, errors.read_text()
     return folder
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_models_on_the_way_are_kept_and_the_last_is_that_of_the_end(script, whole_run):
+    """All files of it, which for a reward model means its `reward_shift` too."""
+    out = whole_run(script)
+    kept = [{file.name: file.read_bytes() for file in folder.iterdir()}
+            for folder in [*sorted(out.glob("models/*")), out / "model"]]
+    assert [folder.name for folder in sorted(out.glob("models/*"))] == ["step-1", "step-2", "step-3"]
+    assert len({folder["model.safetensors"] for folder in kept}) == 3  # every step has moved the weights
+    assert kept[2] == kept[3] and all(folder.keys() == kept[3].keys() for folder in kept)
 
 
 @beside(kill_and_resume)
