@@ -2218,11 +2218,12 @@ def load_reward_model(cfg):
     def scores(problems: list[Problem], rollout: Rollout) -> torch.Tensor:
         batch = rollout if same_tokens else retokenize(problems, rollout, own, cfg.system_prompt, whole)
         T, position = batch.mask.shape[1], batch.attention_mask.cumsum(1)
-        if (longest := int(position[:, -T - 1].max())) >= context:
-            raise UserError(f"--reward {cfg.reward}: its context is {context} tokens, a prompt has {longest}")
         if cut := int((position[:, -1] > context).sum()):
             say(f"--reward {cfg.reward}: cut {cut} of {len(position)} sequences where its context ends")
-        kept = batch.attention_mask * (position <= context)
+        # Where the prompt alone leaves no room, its beginning is cut instead, or all its answers would score the same.
+        prompt = position[:, -T - 1:-T]  # [N, 1] tokens of each prompt
+        unread = torch.minimum(position[:, -1:] - context, prompt - 1) * (prompt >= context) if cut else 0
+        kept = batch.attention_mask * (position > unread) * (position <= unread + context)
         last = (kept * position).argmax(1, keepdim=True)  # [N, 1] the column of each last token
         # The tail takes the place of the last tokens: more of them might not fit into the context.
         columns = last - torch.arange(len(tail), device=last.device).flip(0)  # [N, tokens of the tail]

@@ -411,7 +411,8 @@ def test_a_reward_model_reads_the_sampled_tokens_at_their_end(end, tmp_path, pol
 
 
 def test_what_does_not_fit_into_a_reward_models_context_is_cut(tmp_path, policy_directory, capsys):
-    """As the answers were that it has learned from, with the end at the cut. A prompt without room is refused."""
+    """As the answers were that it has learned from, with the end at the cut. A prompt that leaves no room
+    loses its beginning: a run must not end for it, since --resume would meet it again."""
     model = save_reward_model(tmp_path / "rm")
     problems, rollout = problems_and_rollout(policy_directory)
     longest, config = int(rollout.attention_mask.sum(1).max()), tmp_path / "rm" / "config.json"
@@ -425,8 +426,15 @@ def test_what_does_not_fit_into_a_reward_models_context_is_cut(tmp_path, policy_
             torch.testing.assert_close(reward, model.score(model.base_model(ids[None])[0])[0, -1, 0])
     assert "sequences where its context ends" in capsys.readouterr().err
     config.write_text(json.dumps({**saved, "max_position_embeddings": 7}))
-    with pytest.raises(common.UserError, match="its context is 7 tokens, a prompt has 7"):
-        common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
+    rewards, _ = common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
+    lengths = [len(problem.prompt_ids) for problem in problems for _ in range(4)]
+    assert {length >= 7 for length in lengths} == {True, False}
+    for ids, mask, length, reward in zip(rollout.input_ids, rollout.attention_mask, lengths, rewards.flatten()):
+        ids = ids[mask.bool()]
+        start = min(len(ids) - 7, length - 1) if length >= 7 else 0
+        ids = ids[start:start + 7].clone()
+        ids[-1] = common.tiny_tokenizer().eos_token_id
+        torch.testing.assert_close(reward, model.score(model.base_model(ids[None])[0])[0, -1, 0])
 
 
 def test_copies_of_a_completion_get_one_score(tmp_path, policy_directory, monkeypatch):
