@@ -2977,6 +2977,7 @@ _HEADING = re.compile(r"""
       (?! \**(?: (?: Step | Case | Note | Check | Solution | Explanation | Verification | Conclusion )\b
                | \d+[.):][ ]+[A-Za-z] ) )
     ) (?= \**[^\s*]) ( (?: (?! </?answer> ) . )+ )""", re.X | re.M)
+_LAST_MARK = re.compile(r"(?<=[.!?]) *(?=####[ ]*[^\s#]{1,30}\s*\Z)")  # So each gets 2 bars. #### 2
 _BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|(?P<open>\{)|(?P<close>\})|\\[{}]")
 _BETWEEN_BOXES = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")  # beside "and" or a comma
 _PHRASE = re.compile(r"""
@@ -3014,7 +3015,7 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     if ended and (answer := extract_answer(said, closed_only)):
         return answer
     text, answer, after = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None, ""
-    text = _MATRIX.sub(lambda matrix: matrix[0].replace("\n", " "), text)
+    text = _LAST_MARK.sub("\n", _MATRIX.sub(lambda matrix: matrix[0].replace("\n", " "), text))
     for _ in range(3):  # marks within marks
         headings = [(mark.end(1), mark[1]) for mark in _HEADING.finditer(text)]
         others = [(mark.end(1), mark[1]) for mark in _TAGGED.finditer(text)] + _in_boxes(text)
@@ -3233,6 +3234,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?<=[)\]]) ?U ?(?=[(\[])", "∪"),
     # formulas: |x| is \abs (x), \frac12 is \frac{1}{2}
     (r"\|([^|]+)\|", r"(\\abs (\1))"),
+    (r"(?<=[a-zA-Z])(\^(?:\w|\{[^{}]*\}))(_(?:\w|\{[^{}]*\}))", r"\2\1"),  # v^2_0 is v_0^2
     (r"\\(frac|binom|log_|overline) ?(\w)", r"\\\1{\2}"), (r"(\\(?:frac|binom)\{[^{}]*\}) ?(\w)", r"\1{\2}"),
     # 2 1/2 and 2\frac{1}{2} are (2+1/2), 0.1\overline{6} is (0.10+6/90), 1.5 x 10^3 is 1.5*10^3
     # and 4 x 10 = 40 is 4*10 = 40; but 3 x 4 inches is a size
@@ -3426,7 +3428,8 @@ def _close(a, b, error: float = 0.0) -> bool:
     """
     if _bits(a) and _bits(b):
         return a == b
-    return cmath.isclose(a, b, rel_tol=1e-12, abs_tol=1e-13 if 0 in (a, b) else min(error, 1e-6 * abs(a)))
+    nearly_zero = 0 in (a, b) and abs(a + b) > 1e-20  # like \sin(\pi); e^{-x^2} at x = 8 is less
+    return cmath.isclose(a, b, rel_tol=1e-12, abs_tol=1e-13 if nearly_zero else min(error, 1e-6 * abs(a)))
 
 
 def _bits(value) -> int:
