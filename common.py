@@ -634,6 +634,10 @@ def shard(model, device: torch.device):
         if world_size() > 1:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.11 lacks it
+                # A rank without a gradient for a parameter (an expert that no token chose) sends zeros. Else its
+                # sums would be of fewer parameters than those of other ranks, and mix them up or never end.
+                module.set_reduce_scatter_unused_params(True)
     if rank() > 0:  # still on the meta device
         model.to_empty(device=device)
         model.tie_weights()

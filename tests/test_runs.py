@@ -830,7 +830,8 @@ def run_in_two_processes(folder, scripts):
 model = random_model("DiffLlama", tie_word_embeddings=False)[0]
 model.save_pretrained({str(folder / "odd")!r})
 model.config.tie_word_embeddings = True
-model.config.save_pretrained({str(folder / "odd")!r})"""
+model.config.save_pretrained({str(folder / "odd")!r})
+random_model("Rwkv")[0].save_pretrained({str(folder / "rwkv")!r})"""
     subprocess.run([sys.executable, "-c", code], check=True)
     job = write(folder / "job.py", f"""
 import contextlib, dataclasses, importlib, os, signal, sys
@@ -867,6 +868,17 @@ odd = common.load_model({str(folder / "odd")!r}, common.setup_device())
 assert odd.lm_head.weight is not odd.model.embed_tokens.weight
 first, second = common.gather_in_order([torch.get_rng_state()])
 assert torch.equal(first, second)
+
+# One row for two ranks: the second reads a single token, to keep step. From that no gradient reaches RWKV's time_decay.
+if hasattr(common.FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.11 lacks it
+    batch, norms = common.collate([[3, 4]], [[5, 6]], 0), []
+    for model in (common.AutoModelForCausalLM.from_pretrained({str(folder / "rwkv")!r}).eval(),
+                  common.load_model({str(folder / "rwkv")!r}, common.setup_device())):
+        plain = not isinstance(model, common.FSDPModule)
+        for rows, ids, mask, T in [(0, *batch[:2], 2)] if plain else common.micro_batches(batch, [0], 100):
+            common.token_logprobs(model, ids, mask, T)[0].sum().backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1)))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4), norms
 
 rank = common.rank()
 def refuses(message, function, *args):
