@@ -1157,9 +1157,9 @@ def checksum(items: list, what: str) -> int:
 class Shuffled:
     """Endless passes over `items`, each in its own seeded order. `position` is all that --resume needs.
 
-    `items` must not change. For another order, override `order`: a permutation for each epoch. To change the data in
-    the middle of a run, draw from two of these, and keep the second's position in `run.extra`. Collective. Raises
-    UserError if the ranks' items differ.
+    `items` must not change. For another order, override `order`: a permutation for each epoch, always the same one. To
+    change the data in the middle of a run, draw from two of these, and keep the second's position in `run.extra`.
+    Collective. Raises UserError if the ranks' items differ.
     """
 
     def __init__(self, items: list, seed: int):
@@ -1170,7 +1170,8 @@ class Shuffled:
         """The next `count` items; the same on every rank."""
         places = [divmod(p, len(self.items)) for p in range(self.position, self.position + count)]
         self.position += count
-        return [self.items[self.order(epoch)[i]] for epoch, i in places]
+        orders = {epoch: self.order(epoch) for epoch, _ in places}
+        return [self.items[orders[epoch][i]] for epoch, i in places]
 
     def first(self, count: int) -> list:
         """The distinct ones among the first `count` items, without moving on."""
@@ -2141,7 +2142,8 @@ def load_reward(cfg, wrong: float = 0.0):
     """--reward -> score(problems, rollout) = (rewards [P, G] float32, correct [P, G] bool), the same on every rank.
 
     verifier            1 if the last answer equals the gold one and `is_worked_out`, else `wrong` ≤ 0
-    FILE.py:FUNCTION    what FUNCTION(prompt, completion, row) returns; correct if it is above 0
+    FILE.py:FUNCTION    what FUNCTION(prompt, completion, row) returns: the reward (correct if it is above 0), or the
+                        pair (reward, correct)
     DIRECTORY           the score of that reward model; correct by the verifier, or if above 0 for rows without answer
 
     --format_reward adds its weight times `format_reward`. Each rank judges its share of the completions.
@@ -2151,8 +2153,7 @@ def load_reward(cfg, wrong: float = 0.0):
 
     def judge(problem: Problem, completion: str, model_score: float | None) -> tuple[float, bool]:
         if function:
-            reward = function(problem, completion)
-            right = reward > 0
+            reward, right = function(problem, completion)
         elif model_scores:
             reward = model_score
             right = reward > 0 if problem.answer is None else is_right(problem, completion)
@@ -2166,7 +2167,7 @@ def load_reward(cfg, wrong: float = 0.0):
         G = len(rollout.completions) // len(problems)
         rows = [problem for problem in problems for _ in range(G)]  # [N]
         scores = model_scores(problems, rollout).tolist() if model_scores else [None] * len(rows)
-        judged, errors = [], []
+        judged, errors, states = [], [], (random.getstate(), np.random.get_state())
         with torch.random.fork_rng(devices=[]):
             seed = int(torch.randint(2 ** 31, ()))
             try:
@@ -2177,6 +2178,8 @@ def load_reward(cfg, wrong: float = 0.0):
                     judged.append(judge(rows[i], rollout.completions[i], scores[i]))
             except UserError as error:
                 errors.append(error)
+        random.setstate(states[0])  # else the script's own draws would repeat after each call, and differ between ranks
+        np.random.set_state(states[1])
         for error in gather_in_order(errors):  # on every rank: raised on one alone, it would leave the others waiting
             raise error
         rewards, correct = zip(*gather_in_order(judged))
@@ -2211,6 +2214,10 @@ def load_reward_model(cfg):
     except UserError as error:
         raise UserError(str(error).replace("--model", "--reward", 1)) from error
     shift = getattr(model.config, "reward_shift", 0.0)
+    learned = getattr(model.config, "reward_system_prompt", None)  # of reward_model.py, where none is the default
+    if learned is not None and own.chat_template and (learned or "none") != (cfg.system_prompt or "the default one"):
+        say(f"--reward {cfg.reward}: has learned with --system_prompt {learned or 'none'}, and now reads prompts with "
+            f"{cfg.system_prompt or 'the default one'}: pass the same, unless the rows bring their own")
     other = load_tokenizer(model_name(cfg), cfg.trust_remote_code)  # the policy's
     same_tokens = own.get_vocab() == other.get_vocab() and own.chat_template == other.chat_template
     # What reward_model.py has trained is read at the end of a turn. Others, such as TRL's, have learned from the whole
@@ -2265,7 +2272,7 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
 
 
 def load_reward_function(spec: str):
-    """FILE.py:FUNCTION -> function(problem, completion) -> float. If it fails, a UserError shows the row and why."""
+    """FILE.py:FUNCTION -> function(problem, completion) -> (reward, correct). UserErrors show the row and what failed."""
     path, _, name = spec.rpartition(":")
     if not os.path.isfile(path):
         missing = "no function is named" if os.path.isfile(spec) else f"no file {path or spec}"
@@ -2291,10 +2298,10 @@ def load_reward_function(spec: str):
     if not callable(function):
         raise UserError(f"--reward {spec}: {path} has no function {name}")
 
-    def checked(problem: Problem, completion: str) -> float:
+    def checked(problem: Problem, completion: str) -> tuple[float, bool]:
         try:
             with contextlib.chdir("."), torch.enable_grad(), ctrl_c_blocked():
-                reward = function(problem.prompt, completion, copy.deepcopy(problem.row))
+                returned = function(problem.prompt, completion, copy.deepcopy(problem.row))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit, for example, or the FunctionTimedOut of func_timeout
@@ -2302,10 +2309,11 @@ def load_reward_function(spec: str):
             line = f" (line {lines[-1]})" if lines else ""
             raise UserError(f"--reward {spec} raised {type(error).__name__}: {str(error):.500}{line}, on row "
                             f"{problem.row!r:.300}, completion {completion!r:.200}") from error
-        if not is_number(reward):
-            raise UserError(f"--reward {spec} returned {reward!r:.100}, want a finite float or int, on row "
-                            f"{problem.row!r:.300}")
-        return float(reward)
+        reward, correct = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+        if not is_number(reward) or not isinstance(correct, (bool, np.bool_, types.NoneType)):
+            raise UserError(f"--reward {spec} returned {returned!r:.100}, want a finite float or int, or a pair of it "
+                            f"and a bool, on row {problem.row!r:.300}")
+        return float(reward), bool(reward > 0 if correct is None else correct)
     return checked
 
 
@@ -2433,7 +2441,9 @@ class Run:
         self.next_step = 0  # step 0 is the evaluation before training
         self.failing = False  # set after --max_bad_steps skipped updates in a row
         self.stop_signal = 0
-        self.extra = {}  # numbers or tensors of the script's own, under keys set before `start`: checkpoints keep them
+        # Numbers or tensors of the script's own, which checkpoints keep. All keys must be there before `start`, those
+        # of a dict within too.
+        self.extra = {}
         self.device = setup_device()  # before what may fail on one machine alone: the others then notice that it ended
         flags = gather_in_order([vars(cfg) | {"output_dir": ""}])  # `start` looks whether the machines share that
         if other := [name for name in flags[0] if any(of_rank.get(name) != flags[0][name] for of_rank in flags)]:
@@ -2734,7 +2744,8 @@ class Run:
                   "checksum of --data": self.data.checksum, "run.extra": sorted(self.extra)}
         state = {"run": json.dumps(fixed), "position": self.data.position, "extra": self.extra,
                  "bad_steps": self.bad_steps, "updates": {},
-                 "random": torch.get_rng_state()}  # the same on every rank
+                 "random": torch.get_rng_state(),  # these three are the same on every rank
+                 "random_of_python": random.getstate(), "random_of_numpy": np.random.get_state()}
         for name, (model, optimizer, schedule) in self.trained.items():
             state["updates"][name] = schedule.last_epoch
             if self.next_step == 0:
@@ -2786,9 +2797,11 @@ class Run:
             raise UserError(f"--resume: {path} is of another run: {', '.join(other)}")
         self.data.position, self.extra, self.bad_steps = state["position"], state["extra"], state["bad_steps"]
         torch.set_rng_state(state["random"])
+        random.setstate(state["random_of_python"])
+        np.random.set_state(state["random_of_numpy"])
         for name, (*_, schedule) in self.trained.items():
-            schedule.last_epoch = state["updates"][name] - 1
-            schedule._initial_step()  # adds 1 and sets the rate anew, for another --steps changes it
+            for _ in range(state["updates"][name]):  # from the start, since another --steps changes the rates
+                schedule.step()
         on_main_rank(self.remove_older_checkpoints)  # a killed process may have left one
 
     def drop_later_lines(self) -> None:

@@ -124,7 +124,7 @@ def dapo_loss(logprobs, old_logprobs, advantages, weights, clip_low: float, clip
     All tensors are [B, T]; advantages may be [B]. Gradients flow into `logprobs` only. Where a weight is 0, the other
     tensors may hold anything, even NaN.
     """
-    active = weights > 0  # `where` sets the rest to 0; multiplying NaN by a weight of 0 would not
+    active = weights != 0  # `where` sets the rest to 0; multiplying NaN by a weight of 0 would not
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
     advantages = advantages.detach().reshape(len(logprobs), -1).where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
@@ -185,9 +185,11 @@ def main(cfg: Config) -> None:
         count = math.ceil(cfg.minibatches * len(groups) / cfg.prompts_per_step)  # with fewer groups, fewer minibatches
         minibatches = order.tensor_split(count) if count > 0 else ()
         # At update 0 the policy is still the one that sampled: that update records its own log-probs as the old ones.
-        # Only the later minibatches need a forward pass for theirs. (Until update 0, the first one's rows hold 0.)
+        # Only the later minibatches need a forward pass for theirs. Until update 0, the first one's are the sampler's.
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
+        for rows in minibatches[:1]:
+            old_logprobs[rows] = rollout.logprobs[rows]
 
         for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):  # all of them, μ times over
             if cfg.loss_average == "token":

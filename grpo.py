@@ -72,7 +72,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, weights, clip_ep
     All tensors are [B, T]; advantages may be [B]. Gradients flow into `logprobs` only. Where a weight is 0, the other
     tensors may hold anything, even NaN.
     """
-    active = weights > 0  # `where` sets the rest to 0; multiplying NaN by a weight of 0 would not
+    active = weights != 0  # `where` sets the rest to 0; multiplying NaN by a weight of 0 would not
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
     advantages = advantages.detach().reshape(len(logprobs), -1).where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
@@ -121,9 +121,11 @@ def main(cfg: Config) -> None:
         # 4. Update. Weights are relative to the whole minibatch, so the gradients of its micro-batches just add up.
         minibatches = torch.randperm(len(advantages)).tensor_split(cfg.minibatches)  # shuffled row numbers
         # At update 0 the policy is still the one that sampled: that update records its own log-probs as the old ones.
-        # Only the later minibatches need a forward pass for theirs. (Until update 0, the first one's rows hold 0.)
+        # Only the later minibatches need a forward pass for theirs. Until update 0, the first one's are the sampler's.
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
+        for rows in minibatches[:1]:
+            old_logprobs[rows] = rollout.logprobs[rows]
         ref_logprobs = common.rollout_logprobs(reference, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)
 
         for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):  # all of them, μ times over

@@ -121,7 +121,7 @@ def ppo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):
     All tensors are [B, T]. Gradients flow into `logprobs` only. Where a weight is 0, the other tensors may hold
     anything, even NaN.
     """
-    active = weights > 0  # `where` sets the rest to 0; multiplying NaN by a weight of 0 would not
+    active = weights != 0  # `where` sets the rest to 0; multiplying NaN by a weight of 0 would not
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
     advantages = advantages.detach().where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
@@ -140,7 +140,7 @@ def value_loss(values, old_values, returns, weights, clip_eps: float):
     All tensors are [B, T]. Gradients flow into `values` only. Where a weight is 0, the other tensors may hold
     anything, even NaN.
     """
-    active = weights > 0
+    active = weights != 0
     values = values.where(active, 0.0)
     old_values = old_values.detach().where(active, 0.0)
     returns = returns.detach().where(active, 0.0)

@@ -116,6 +116,7 @@ def complete_config(model, tokenizer, data: common.Shuffled, cfg: Config, device
     """
     best_scores = [scores[0] for scores in answer_scores(model, tokenizer, data.first(2000), cfg, device)]
     model.config.reward_shift = torch.stack(best_scores).mean().item()
+    model.config.reward_system_prompt = cfg.system_prompt  # --reward says so if the policy's is another
     model.config.pad_token_id = model.config.get_text_config().pad_token_id = common.pad_unlike_eos(tokenizer)
     model.config.problem_type = "regression"  # else transformers' pipeline would return the sigmoid of a score
 

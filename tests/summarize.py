@@ -101,7 +101,9 @@ def main() -> None:
     runs, seeds_of = defaultdict(list), defaultdict(list)
     for directory in args.directories:
         name, _, seed = directory.name.rpartition("-")
-        seed = seed if seed.isdecimal() else ""
+        config = directory / "config.json"
+        own = str(json.loads(config.read_text()).get("flags", {}).get("seed")) if config.exists() else seed
+        seed = seed if seed.isdecimal() and seed == own else ""  # lr1e-4 and lr1e-5 are no two seeds of lr1e
         name = directory.name if args.each or not seed else name
         try:
             metrics = read(directory, args.tokens)

@@ -1541,7 +1541,7 @@ def test_what_a_reward_function_is_given(tmp_path):
                            "    return (prompt, completion, row['id']) == ('p', 'c', 7)\n")
     judge = common.load_reward_function(spec)
     reward = judge(common.Problem("p", [], "2", {"id": 7}), "c")
-    assert reward == 1.0 and isinstance(reward, float)
+    assert reward == (1.0, True) and isinstance(reward[0], float)
 
 
 def test_a_reward_function_may_import_its_neighbour(tmp_path, monkeypatch):
@@ -1549,7 +1549,7 @@ def test_a_reward_function_may_import_its_neighbour(tmp_path, monkeypatch):
     (tmp_path / "my_neighbour_module.py").write_text("VALUE = 3.0\n")
     spec = reward_function(tmp_path, "def f(prompt, completion, row):\n"
                            "    import my_neighbour_module\n    return my_neighbour_module.VALUE\n")
-    assert common.load_reward_function(spec)(common.Problem("p", [], "2", {}), "c") == 3.0
+    assert common.load_reward_function(spec)(common.Problem("p", [], "2", {}), "c") == (3.0, True)
 
 
 def test_a_colon_in_the_path_of_a_reward_function(tmp_path):

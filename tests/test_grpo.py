@@ -264,8 +264,8 @@ def test_the_reward_function_of_the_readme(tmp_path):
             ("1+1=2,5+7=13 #### 13", 0, 0.5),    # 5+7=13 is wrong
             ("7++8=15,+=3,+8=8,==", 0, 1 / 2),   # read as the steps 8=15 and 8=8
             ("", 0, 0)):
-        assert judge(problem, text) == pytest.approx(correct + 0.5 * sound - 0.3 * len(text) / 100 - 0.5), text
-        assert (judge(problem, text) > 0) == correct
+        reward = pytest.approx(correct + 0.5 * sound - 0.3 * len(text) / 100 - 0.5)
+        assert judge(problem, text) == (reward, bool(correct)), text
     run_script("grpo.py", "--steps", 1, "--prompts_per_step", 4, "--group_size", 4, "--output_dir",
                tmp_path / "run", "--reward", f"{tmp_path / 'reward.py'}:composite")
     start, step = read_metrics(tmp_path / "run")

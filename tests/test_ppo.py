@@ -493,6 +493,19 @@ def test_a_reward_model_with_another_template_reads_its_own(tmp_path, policy_dir
         torch.testing.assert_close(rewards.flatten()[i], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("learned, read, warns", [
+    ("", "none", False), ("", "", True), ("none", "", True), ("7", "7", False), ("7", "none", True), (None, "", False)])
+def test_another_system_prompt_than_the_reward_models_is_said(learned, read, warns, tmp_path, policy_directory, capsys):
+    """Empty means none to reward_model.py, but the default one to ppo.py."""
+    model, tokenizer = save_reward_model(tmp_path / "rm"), common.tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    if learned is not None:
+        model.config.reward_system_prompt = learned
+    save(tmp_path / "rm", model, tokenizer)
+    common.load_reward(reward_config(tmp_path / "rm", policy_directory, system_prompt=read))
+    assert ("has learned with --system_prompt" in capsys.readouterr().err) == warns
+
+
 @pytest.mark.parametrize("shift", [None, 1.0])
 def test_a_reward_model_of_others_reads_all_that_its_template_writes(shift, tmp_path, policy_directory, monkeypatch):
     """ChatML and Gemma write a newline (here: a comma) behind the token that ends a turn. TRL's reward models have

@@ -218,6 +218,7 @@ def test_plain_transformers_reads_the_same_scores_from_the_saved_model(run_step,
     pipe = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer)
     piped = pipe([text + tokenizer.eos_token for text in texts], add_special_tokens=False, batch_size=3)
     torch.testing.assert_close(torch.tensor([found["score"] for found in piped]), alone, rtol=1e-4, atol=1e-5)
+    assert model.config.reward_system_prompt == ""
     assert model.config.num_labels == 1 and model.config.reward_shift == pytest.approx(alone.mean().item(), rel=1e-4)
 
 

@@ -92,7 +92,7 @@ def test_overwrite_spares_the_reward_model_in_use(tmp_path, monkeypatch):
 def test_what_may_change_with_resume_and_what_not(tmp_path, monkeypatch):
     begin(tmp_path, monkeypatch)
     may_change = {"micro_batch_tokens": 100, "gradient_checkpointing": True, "eval_samples": 4, "eval_every": 3,
-                  "eval_data": "other", "save_every": 7, "steps": 900, "max_bad_steps": 9}
+                  "eval_data": "other", "save_every": 7, "model_every": 5, "steps": 900, "max_bad_steps": 9}
     begin(tmp_path, monkeypatch, resume=True, **may_change)
     for field in dataclasses.fields(grpo.Config):
         if field.name not in {*may_change, "resume", "overwrite", "output_dir", "log_to"}:

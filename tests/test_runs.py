@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -199,15 +200,27 @@ def test_a_reward_function_can_not_change_the_row_for_later_calls(tmp_path):
                  "    return len(row['extra']) + (row.pop('answer') == completion)\n")
     judge = common.load_reward_function(f"{path}:f")
     problem = common.Problem("1+1=?", [], "2", {"answer": "2", "extra": []})
-    assert [judge(problem, "2"), judge(problem, "2")] == [2.0, 2.0]
+    assert [judge(problem, "2"), judge(problem, "2")] == [(2.0, True), (2.0, True)]
 
 
 @pytest.mark.parametrize("name", ["rewards", "json"])  # "json" is also a standard module
 def test_a_reward_file_is_a_module_whose_parts_can_be_pickled(name, tmp_path):
     path = write(tmp_path / f"{name}.py", "import pickle\nclass Own:\n    pass\n"
                  "def f(prompt, completion, row): return type(pickle.loads(pickle.dumps(Own()))) is Own\n")
-    assert common.load_reward_function(f"{path}:f")(common.Problem("1+1=?", [], "2", {}), "") == 1.0
+    assert common.load_reward_function(f"{path}:f")(common.Problem("1+1=?", [], "2", {}), "") == (1.0, True)
     assert json.loads("1") == 1
+
+
+def test_a_judged_rollout_leaves_the_random_state(tmp_path):
+    """Else a caller that draws its batches by `random` would draw the same one after each call."""
+    path = write(tmp_path / "reward.py", "import random\n"
+                 "def f(prompt, completion, row): return random.random(), False\n")
+    score = common.load_reward(grpo.Config(reward=f"{path}:f"))
+    rollout = common.Rollout(*[torch.ones(1, 1)] * 2, torch.ones(1, 1).bool(), ["2"], torch.ones(1).bool())
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    rewards, correct = score([common.Problem("1+1=?", [], "2", {})], rollout)
+    assert rewards > 0 and not correct
+    assert states == (random.getstate(), np.random.get_state()[1].tolist())
 
 
 def test_what_a_reward_function_changes_for_the_whole_process_is_undone(tmp_path):
@@ -229,7 +242,7 @@ def test_a_program_that_a_reward_function_starts_does_not_get_ctrl_c(tmp_path):
                  "    return subprocess.run([sys.executable, '-c', program], capture_output=True).stdout == b'1\\n'\n"
                  "while_it_loads = start()\n"
                  "def f(prompt, completion, row):\n    return while_it_loads and start()\n")
-    assert common.load_reward_function(f"{path}:f")(common.Problem("1+1=?", [], "2", {}), "2") == 1.0
+    assert common.load_reward_function(f"{path}:f")(common.Problem("1+1=?", [], "2", {}), "2") == (1.0, True)
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
@@ -687,7 +700,8 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("optimizer_class", [functools.partial(torch.optim.SGD, momentum=0.9), torch.optim.NAdam,
                                              functools.partial(torch.optim.AdamW, amsgrad=True)])
 def test_another_optimizer_and_a_reference_that_is_renewed_are_resumed_too(optimizer_class, tmp_path, monkeypatch):
-    """For those who change the script: only its own optimizer is AdamW, and a checkpoint also keeps `run.extra`."""
+    """For those who change the script: only its own optimizer is AdamW, a checkpoint also keeps `run.extra` and the
+    random states of Python and numpy, and a schedule may compute a rate from the one before."""
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
 
     def begin(resume):
@@ -696,11 +710,11 @@ def test_another_optimizer_and_a_reference_that_is_renewed_are_resumed_too(optim
         run = common.Run(grpo.Config(output_dir=str(tmp_path), resume=resume))
         run.extra = {"reference": reference.state_dict()}
         optimizer = optimizer_class(model.parameters(), lr=0.1)
-        schedule = transformers.get_constant_schedule(optimizer)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         run.start(common.Shuffled([1], 0), policy=(model, optimizer, schedule))
 
-        def step(x):
-            model(torch.tensor([x, 1.0])).sum().backward()
+        def step():
+            model(torch.tensor([random.uniform(1, 2), np.random.uniform(-2, -1)]).float()).sum().backward()
             run.optimizer_step(model, optimizer, schedule, torch.tensor(0.0))
             reference.load_state_dict(model.state_dict())
             return [p.detach().clone() for p in (*model.parameters(), *reference.parameters())]
@@ -709,12 +723,12 @@ def test_another_optimizer_and_a_reference_that_is_renewed_are_resumed_too(optim
     run, step, reference = begin(resume=False)
     run.next_step = 1
     run.save_checkpoint()  # before the first update, which this must not change
-    step(1.0)
+    step()
     run.next_step = 2
     run.save_checkpoint()
-    renewed, whole = reference.weight.clone(), step(-2.0)
+    renewed, whole = reference.weight.clone(), step()
     run, step, reference = begin(resume=True)
-    assert torch.equal(reference.weight, renewed) and all(map(torch.equal, step(-2.0), whole))
+    assert torch.equal(reference.weight, renewed) and all(map(torch.equal, step(), whole))
     run.extra["late"], run.next_step = 1.0, 3  # not there when a run is resumed: it would be lost without a word
     run.save_checkpoint()
     with pytest.raises(common.UserError, match="is of another run: run.extra"):
