@@ -2272,7 +2272,7 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
 
 
 def load_reward_function(spec: str):
-    """FILE.py:FUNCTION -> function(problem, completion) -> (reward, correct). UserErrors show the row and what failed."""
+    """FILE.py:FUNCTION -> function(problem, completion) -> (reward, correct). A UserError shows the row that failed."""
     path, _, name = spec.rpartition(":")
     if not os.path.isfile(path):
         missing = "no function is named" if os.path.isfile(spec) else f"no file {path or spec}"
