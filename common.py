@@ -1,14 +1,14 @@
-"""What the six training scripts share, in the order in which a script meets it:
+"""What the six training scripts share: first what the algorithms rest on, then what a run and its models need.
 
-    command line    flag, RunConfig, launch, UserError
     processes       setup_device, rank, world_size, sum_over_ranks, gather_in_order
-    models          load_tokenizer, load_model, load_policy, shard, save_model
-    data            read_problems, encode_prompts, Shuffled; read_preferences, collate_preferences
     sampling        sample -> Rollout
     log-probs       token_logprobs, token_values, micro_batches
+    data            read_problems, encode_prompts, Shuffled; read_preferences, collate_preferences
     rewards         load_reward
     evaluation      evaluate
     the run         make_optimizer, Meter, Run (updates, metrics, checkpoints, signals)
+    models          load_tokenizer, load_model, load_policy, shard, save_model
+    command line    flag, RunConfig, launch, UserError
     built-in        the tiny model, its problems and its rankings
     verifiers       extract_answer, is_equivalent, is_worked_out, format_reward: these stand alone
 
@@ -82,222 +82,6 @@ from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSI
 
 SYSTEM_PROMPT = ("Think about the problem step by step, then give the answer. Write your reasoning and your answer as "
                  "<think> reasoning here </think><answer> answer here </answer>.")
-
-
-# ------------------------------------------------------------------------------------------------ command line
-
-class UserError(Exception):
-    """Something the user can fix: `launch` prints it as one line and exits with code 2."""
-    exit_code = 2
-
-
-class TrainingFailed(UserError):
-    """The run cannot continue, and the command line is not to blame: exit code 1."""
-    exit_code = 1
-
-
-@contextlib.contextmanager
-def one_line_errors(what: str, kind: type[UserError] = UserError):
-    """Turn whatever libraries raise for a wrong name or file into an error of this kind."""
-    try:
-        yield
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except dcp.api.CheckpointException as error:  # it is not a subclass of Exception
-        raise kind(f"{what} ({innermost(error)})") from error
-    except Exception as error:
-        reason = getattr(error, "strerror", None) or textwrap.shorten(str(error), 200) or type(error).__name__
-        raise kind(f"{what} ({reason})") from error
-
-
-def innermost(error: BaseException) -> str:
-    """The first line of an error's root cause, for a message of one line."""
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__
-    if isinstance(error, dcp.api.CheckpointException):  # it holds an error of each rank that failed
-        return innermost(next(iter(error.failures.values()))[0])
-    # An error that comes from another rank has lost its cause. This is what torch.save says of a full disk.
-    hint = " (is the disk full?)" if "unexpected pos" in str(error) else ""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}{hint}"
-
-
-def flag(default, help: str):
-    """A dataclass field that HfArgumentParser turns into `--name`, with its help text. Bounds of numbers: LIMITS."""
-    return field(default=default, metadata={"help": help})
-
-
-@dataclass
-class RunConfig:
-    """The flags of every script."""
-    model: str = flag("tiny", "tiny (built in), a directory, or a hub id")
-    data: str = flag("arithmetic", "arithmetic[:DIGITS] (built in; tiny learns up to 3), FILE.jsonl[.gz], or a hub "
-                                   "id[:CONFIG[:SPLIT]]")
-    eval_data: str = flag("", "held-out data, in the same forms; arithmetic brings its own")
-    system_prompt: str = flag("", "system message for prompts without one (without a chat template: text before the "
-                                  "prompt). none: no such message. Empty: one that asks for <think> and <answer>, but "
-                                  "none for preferences or for a string without a template")
-    thinking: Literal["auto", "on", "off"] = flag(
-        "auto", "whether a chat template with such a switch (Qwen3's) lets the model think about problems; auto: on "
-                "without --system_prompt, else what it does unasked")
-    max_prompt_tokens: int = flag(1024, "longer prompts are left out, and the script says how many")
-    trust_remote_code: bool = flag(False, "run model code that comes with the checkpoint")
-    output_dir: str = flag("", "metrics.jsonl, model/, checkpoint/ and the rest go here; empty: runs/SCRIPT")
-    overwrite: bool = flag(False, "replace the run that OUTPUT_DIR holds")
-    resume: bool = flag(False, "continue from OUTPUT_DIR/checkpoint")
-    seed: int = flag(0, "seed of data order, sampling and new heads")
-    log_to: Literal["none", "tensorboard", "wandb"] = flag("none", "a second log, beside metrics.jsonl")
-    save_every: int = flag(50, "steps between checkpoints")
-    model_every: int = flag(0, "steps between models that are kept in OUTPUT_DIR/models; 0: only the last, in model/")
-    eval_every: int = flag(20, "steps between evaluations; there is one before the first step and one after the last")
-    eval_samples: int = flag(1, "k: if above 1, also sample k completions per problem, for avg@k and pass@k")
-    micro_batch_tokens: int = flag(4096, "padded tokens per forward and backward pass: lower it when memory runs out")
-    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, 1/3 more time")
-    freeze_layers: float = flag(0.0, "this share of the layers, from the first, does not train (which saves "
-                                     "memory, but little time)")
-    lr_schedule: Literal["constant", "linear", "cosine"] = flag(
-        "constant", "after the warm-up: constant, or falling to 0 by the last update, if all steps make theirs")
-    max_bad_steps: int = flag(5, "updates in a row with a non-finite loss or gradient before the run gives up")
-
-
-LARGEST = 1e30  # rules out infinity
-# The lowest and highest value of a number flag. One that is not listed is at least 1 (int) or 0 (float), or its default
-# where that is lower.
-LIMITS = {
-    "max_grad_norm": (1e-8, LARGEST), "temperature": (1e-8, LARGEST), "beta": (1e-8, LARGEST),
-    "clip_eps": (0, 1), "clip_low": (0, 1), "clip_high": (0, 10), "label_smoothing": (0, 0.5),
-    "freeze_layers": (0, 1), "gamma": (0, 1), "lam": (0, 1), "seed": (0, 2 ** 32 - 1),
-    "warmup_steps": (0, LARGEST), "overlong_buffer": (0, LARGEST), "group_size": (2, 10 ** 6),
-    "prompts_per_step": (1, 10 ** 6), "pairs_per_step": (1, 10 ** 6), "eval_samples": (1, 10 ** 6),
-    "updates_per_batch": (1, 10 ** 6), "missing_eos_score": (-LARGEST, LARGEST),
-}
-
-
-def parse_config(Config, args: list[str]):
-    """Flags, or a YAML/JSON file followed by further flags -> Config. Raises UserError."""
-    parser = HfArgumentParser(Config, allow_abbrev=False, exit_on_error=False)
-    if args and re.fullmatch(r"[^-].*\.(ya?ml|json)", args[0]):
-        with one_line_errors(f"{args[0]}: want a YAML or JSON mapping from flag names to values"):
-            import yaml
-            read = json.loads if args[0].endswith(".json") else yaml.safe_load
-            settings = read(Path(args[0]).read_bytes())
-            if several := [name for name, value in settings.items() if isinstance(value, (list, dict))]:
-                raise UserError(f"{args[0]}: {several[0]}: want a single value")
-            args = [f"--{name}" if value is True and str(name).startswith("no_")  # such a flag takes no value
-                    else f"--{name}={value}" for name, value in settings.items() if value is not None] + args[1:]
-    try:
-        cfg, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
-    except argparse.ArgumentError as error:  # its argument_name: --save_every/--save-every
-        raise UserError(f"{error.argument_name.split('/')[0]}: {error.message}") from None
-    if unknown:
-        if re.fullmatch(r"[^-].*\.(ya?ml|json)", unknown[0]):
-            raise UserError(f"{unknown[0]}: a file of flags has to come first")
-        nearest = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), vars(cfg), n=1)
-        advice = f", did you mean --{nearest[0]}?" if nearest else "; see --help"
-        raise UserError(f"unknown flag {unknown[0]}{advice}")
-    return cfg
-
-
-def check_config(cfg) -> None:
-    """Raise UserError for impossible values, whether they come from flags or from Python."""
-    for setting in fields(cfg):
-        name, kind, value = setting.name, setting.type, getattr(cfg, setting.name)
-        if get_origin(kind) is Literal:
-            if value not in get_args(kind):
-                raise UserError(f"--{name} {value}: must be one of {', '.join(get_args(kind))}")
-        elif not isinstance(value, (int, float) if kind is float else kind):  # possible from Python alone
-            raise UserError(f"--{name} {value!r}: must be of type {kind.__name__}")
-        elif kind is str and re.search("[\ud800-\udfff]", value):
-            raise UserError(f"--{name} {value!r}: is not UTF-8")
-        if kind in (int, float):
-            low, high = LIMITS.get(name, (min(getattr(type(cfg), name, 1), 1 if kind is int else 0), LARGEST))
-            if not low <= value <= high:  # NaN fails this too
-                wanted = f"between {low} and {high}" if high < 10 ** 6 or value > high else f"at least {low}"
-                raise UserError(f"--{name} {value}: must be {'above 0' if low == 1e-8 and not value > 0 else wanted}")
-    if getattr(cfg, "minibatches", 1) > getattr(cfg, "prompts_per_step", 1) * getattr(cfg, "group_size", 1):
-        raise UserError(f"--minibatches {cfg.minibatches}: more than the completions of a step")
-    # A buffer longer than --max_new_tokens would punish even an empty completion. Only up to the default may it be so.
-    if hasattr(cfg, "overlong_buffer") and cfg.overlong_buffer > max(cfg.max_new_tokens, type(cfg).overlong_buffer):
-        raise UserError(f"--overlong_buffer {cfg.overlong_buffer}: more than --max_new_tokens {cfg.max_new_tokens}")
-
-
-def warn_of_defaults(cfg) -> None:
-    """Say which flags of a real model's run still have a default that suits the tiny model."""
-    sizes = ["lr", "value_lr", "overlong_buffer"]
-    if getattr(cfg, "on_policy", True) or cfg.eval_problems or is_built_in(cfg.data):  # else dpo.py samples nothing
-        sizes.append("max_new_tokens")
-    defaults = [f"--{size} {value}" for size, value in vars(cfg).items()
-                if size in sizes and value == getattr(type(cfg), size, None)]
-    if defaults and cfg.model != "tiny":
-        say(f"{', '.join(defaults)}: these values suit the tiny model; README.md has a real model's")
-
-
-def launch(main, Config) -> None:
-    """Run a script: parse its flags and call `main(cfg)`. A UserError becomes one line on stderr and an exit code."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    if not huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS:
-        huggingface_hub.utils.enable_progress_bars()  # a download takes long; these went off with the others
-    huggingface_hub.utils.logging.set_verbosity_error()
-    sys.stderr.write, sys.stderr.flush = outliving_reader(sys.stderr.write), outliving_reader(sys.stderr.flush)
-    try:
-        main(parse_config(Config, sys.argv[1:]))
-        leave()
-    except KeyboardInterrupt:  # before `Run.start`, which leaves signals to `Run.note_signal`: nothing to save yet
-        leave(130, together=False)
-    except Exception as error:
-        text = str(error) if isinstance(error, (UserError, RuntimeError)) else ""
-        text = re.sub("^--reward .*", "", text, flags=re.S)  # it quotes a row, which may hold the words below
-        if deserted := re.search("gloo.* by peer", text):  # "Connection closed by peer"
-            error = TrainingFailed("another process of this run has ended (the last checkpoint, if any, is intact)")
-        elif re.search("out of memory|can't allocate memory", text):  # a GPU's, also to NCCL; the CPU's
-            error = TrainingFailed(f"out of memory {memory_advice(error)} (the last checkpoint, if any, is intact): "
-                                   f"{text.splitlines()[0]}")
-        elif not isinstance(error, UserError):  # a bug
-            if world_size() == 1:
-                raise
-            traceback.print_exc()
-            leave(1, together=False)
-        if deserted or os.environ.get("LOCAL_RANK", "0") != "0":
-            # Most errors reach all ranks, and rank 0 reports them: when it exits, torchrun ends this process. One that
-            # is still there after this wait has an error of its own.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(15)
-        tqdm.write(f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        leave(error.exit_code, together=False)
-
-
-def leave(code: int = 0, together: bool = True) -> None:
-    """Exit; if together, once every rank has got here, since by then all is saved."""
-    if world_size() > 1:
-        if together:
-            dist.barrier()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # a rank that shuts gloo down while others still do is sometimes aborted
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    sys.exit(code)
-
-
-def outliving_reader(method):
-    """A stream's method, which now fails silently once nobody reads the stream. Ctrl-C also ends the `tee` that a run
-    is piped into, and the run still has to save."""
-    def call(*args):
-        with contextlib.suppress(OSError):
-            return method(*args)
-    return call
-
-
-def memory_advice(error: BaseException) -> str:
-    """Which phase ran out of memory and which flag helps, judged by the functions in the error's traceback."""
-    functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-    phases = {"load_model": "while loading the model: use more GPUs",
-              "answer_logprobs": "in a forward pass: lower --micro_batch_tokens (--resume if there is a checkpoint)",
-              "sample": "while sampling: lower --eval_samples, if this was an evaluation, or start again with a lower "
-                        "--prompts_per_step (dpo.py: --pairs_per_step) or --max_new_tokens",
-              "optimizer_step": "in the optimizer step: use more GPUs, or start again with --freeze_layers"}
-    return next((advice for name, advice in phases.items() if name in functions),
-                "in a forward or backward pass: --resume with a lower --micro_batch_tokens or --gradient_checkpointing")
 
 
 # --------------------------------------------------------------------------------------------------- processes
@@ -406,982 +190,6 @@ def say(message: str) -> None:
     """Print a line on rank 0's stderr without breaking the progress bar."""
     if rank() == 0:
         tqdm.write(message, file=sys.stderr)
-
-
-# ------------------------------------------------------------------------------------------------------ models
-
-# Files that transformers 5 leaves out when it saves a tokenizer; llama.cpp's converter and image servers want them
-UNSAVED_FILES = ("tokenizer.model", "preprocessor_config.json", "processor_config.json")
-
-
-def load_tokenizer(name: str, trust_remote_code: bool = False):
-    """The tokenizer of a directory or hub id. If it has no pad token, EOS pads: no mask is made from ids."""
-    if os.path.isdir(f"{name}/model") and os.path.isfile(f"{name}/metrics.jsonl"):
-        raise UserError(f"--model {name}: is the output of a run; its model is {name}/model")
-    with one_line_errors(f"--model {name}: no directory or hub id that has a tokenizer"):
-        if not os.path.isdir(name) and not huggingface_hub.try_to_load_from_cache(name, "config.json"):
-            # Without network this fails at once. The downloads below would retry for half a minute each.
-            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, "config.json"), timeout=30)
-        # For some model types (Qwen2 is one) AutoTokenizer replaces the tokenizer.json by the architecture's own
-        # tokenizer, which may split text differently. The one that came with the model is right.
-        kind = get_tokenizer_config(name, trust_remote_code=trust_remote_code).get("tokenizer_class")
-        if kind in ("TokenizersBackend", "PreTrainedTokenizerFast"):
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
-        else:  # mistral_format=False: not mistral-common's tokenizer, even where that is installed (vLLM brings it)
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, mistral_format=False)
-        file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-        remote = not type(tokenizer).__module__.startswith("transformers.")  # a class that came with the model
-        if (file and isinstance(tokenizer, PreTrainedTokenizerFast) and not remote
-                and not splits_as_its_file(tokenizer, file)):
-            eos = tokenizer.eos_token  # which the architecture's class may know without the files
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
-            tokenizer.eos_token = tokenizer.eos_token or eos
-        if not tokenizer("1")["input_ids"]:  # transformers makes up an empty one where a model has no tokenizer
-            raise UserError(f"--model {name}: no tokenizer there")
-        paths = [cached_file(name, file, _raise_exceptions_for_missing_entries=False,
-                             _raise_exceptions_for_connection_errors=False) for file in UNSAVED_FILES]
-        tokenizer.unsaved = {Path(path).name: Path(path).read_bytes() for path in paths if path}  # for `save_model`
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"--model {name}: its tokenizer has no end-of-sequence token, so no completion could end")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def splits_as_its_file(tokenizer, file: str) -> bool:
-    """Does it split a text, of a kind that tokenizers split differently, as its tokenizer.json does?"""
-    end = tokenizer.eos_token or ""  # Llama 2's adds a space in front of what follows a special token
-    text = f" In 2023, it's 1+1 =  two.\n\n\tÇa va? 你好:\n    the\n\n\nthe\n(i).x{end}x{end} x"
-    own = tokenizers.Tokenizer.from_file(file)
-    own.no_padding()
-    return tokenizer.encode(text, add_special_tokens=False) == own.encode(text, add_special_tokens=False).ids
-
-
-def load_model(name: str, device: torch.device, trainable: bool = True, cls=AutoModelForCausalLM,
-               trust_remote_code: bool = False, **config_changes):
-    """A model to train (float32 masters) or a frozen one (bfloat16 on CUDA), sharded over the ranks.
-
-    It stays in evaluation mode: with dropout or router noise, the policy that is scored would not be the policy that
-    sampled. Dropout rates are set to 0 as well, since layers that recompute their activations have to be in training
-    mode (`make_optimizer`). Only rank 0 reads the weights; the others receive their shards from it, so that no GPU ever
-    holds the whole model in float32. `saved_dtype` is the checkpoint's own dtype, which `save_model` writes.
-    """
-    errors = f"--model {name}: not a model that transformers can load"
-    with one_line_errors(errors):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **config_changes)
-        architecture = "".join(config.architectures or ())
-        if cls is AutoModelForCausalLM and re.search("ForSequenceClassification|ForMaskedLM", architecture):
-            raise UserError(f"--model {name}: {architecture} is a classifier (as reward models are) or an encoder, and "
-                            "no causal language model")
-        if trainable and getattr(config, "quantization_config", None):
-            raise UserError(f"--model {name}: its weights are quantized; to train, take the checkpoint that is not")
-        if cls is AutoModelForSequenceClassification:
-            ensure_classifier(type(config))
-        saved_dtype = config.dtype or torch.float32
-        text_config = config.get_text_config()  # of a model that also reads images, its language part
-        if getattr(text_config, "attn_logit_softcapping", None):  # Gemma 2
-            config._attn_implementation = "eager"  # transformers 5.17 would choose sdpa, which leaves the cap out
-        for key, value in text_config.to_dict().items():
-            if "drop" in key and isinstance(value, float):
-                setattr(text_config, key, 0.0)
-    dtype = torch.float32 if trainable else compute_dtype(device)
-
-    def read_weights():
-        with one_line_errors(errors), torch.random.fork_rng(devices=[]):  # a new head draws random numbers
-            model, report = cls.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True,
-                                                trust_remote_code=trust_remote_code, output_loading_info=True,
-                                                ignore_mismatched_sizes=True)
-            for key, *shapes in sorted(report["mismatched_keys"]):  # by itself, transformers would not say which
-                raise UserError("--model {}: {} is {}, but {} is wanted".format(name, key, *map(list, shapes)))
-            # Missing weights would stay random, which only those of a head that is to be trained may be.
-            if missing := set(report["missing_keys"]) - ({"score.weight"} if trainable else set()):
-                hint = " (is it a reward model?)" if missing == {"score.weight"} else ""
-                raise UserError(f"--model {name}: no weights for {min(missing)}{hint}")
-            if trainable and cls is AutoModelForCausalLM and (unused := report["unexpected_keys"]):
-                say(f"--model {name}: holds weights that its config.json has no place for, such as {min(unused)}")
-            return model
-    model = on_main_rank(read_weights)
-    ties = getattr(text_config, "tie_word_embeddings", False)  # Inkling's has no such field
-    if cls is AutoModelForCausalLM and ties and not from_main_rank(model and is_tied(model)):
-        for part in (config, text_config, *([model.config, model.config.get_text_config()] if model else [])):
-            part.tie_word_embeddings = False
-    if rank() > 0:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):  # DiffLlama draws some numbers all the same
-            model = cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    if cls is AutoModelForSequenceClassification and getattr(getattr(model, "score", None), "out_features", 0) != 1:
-        raise UserError(f"--model {name}: want a sequence classifier with one label, whose head is a layer named score")
-    model.saved_dtype = saved_dtype
-    model.eval().requires_grad_(trainable)
-    if text_config is not config:  # what reads images gets no gradient, and so needs no moments in the optimizer
-        for parameter in set(model.base_model.parameters()) - set(model.get_decoder().parameters()):
-            parameter.requires_grad_(False)
-    return shard(model, device)
-
-
-def is_tied(model) -> bool:
-    """Is the head's weight the embedding's? Where a checkpoint has two that differ, transformers does not tie them,
-    whatever config.json says; other programs, and a model on the meta device, would."""
-    head = model.get_output_embeddings()
-    return head is None or head.weight is model.get_input_embeddings().weight
-
-
-def ensure_classifier(config_class) -> None:
-    """Some language models come without a sequence classifier (Granite, Cohere, OLMoE): put one together for them."""
-    if config_class in MODEL_FOR_CAUSAL_LM_MAPPING and config_class not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        base = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__bases__[0]  # Granite's: GranitePreTrainedModel
-        name = base.__name__.replace("PreTrainedModel", "ForSequenceClassification")
-        prefix = base.base_model_prefix or "model"  # Llama 4 leaves it empty
-        # __module__: transformers would take a class of this module for custom code, and then neither set up
-        # Falcon-H1's unsaved buffers nor rename Dory's weights.
-        classifier = type(name, (GenericForSequenceClassification, base),
-                          {"base_model_prefix": prefix, "__module__": base.__module__})
-        # transformers 5.17's `register` does nothing for a config of its own
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING._extra_content[config_class] = classifier
-
-
-def model_name(cfg) -> str:
-    """--model as from_pretrained takes it."""
-    return build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model
-
-
-def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_changes):
-    """--model -> (model to train, tokenizer), after checking that the two fit."""
-    if cfg.model == "tiny" and getattr(cfg, "max_new_tokens", 0) >= TINY_CONTEXT:  # before it is built
-        raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of tiny is {TINY_CONTEXT} tokens")
-    name = model_name(cfg)
-    tokenizer = load_tokenizer(name, cfg.trust_remote_code)
-    policy = load_model(name, device, cls=cls, trust_remote_code=cfg.trust_remote_code, **config_changes)
-    check_vocabulary(name, tokenizer, policy)
-    context = context_length(policy)
-    if getattr(cfg, "max_new_tokens", 0) >= context:
-        raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
-    if context < math.inf:  # what the tokenizer says may be less, as for R1's distilled models, and is only a default
-        tokenizer.model_max_length = context
-    if policy.can_generate():  # `generate` must stop where `sample` does; Qwen2.5's base models list no end of a turn
-        config, file = policy.generation_config, Path(name, "generation_config.json")
-        with one_line_errors(f"--model {name}: its generation_config.json is not usable"):
-            if file.exists():
-                json.loads(file.read_bytes())  # transformers ignores a broken one, and with it the EOS that it names
-            config.eos_token_id = sorted({*eos_ids(policy, tokenizer), turn_end(tokenizer)})
-            if not config.do_sample:  # then these have no effect, but transformers would refuse to save them
-                for unused in ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff",
-                               "eta_cutoff"):
-                    setattr(config, unused, None)
-            config.validate(strict=True)  # now, and not when the trained model is saved
-    return policy, tokenizer
-
-
-def check_vocabulary(name: str, tokenizer, model) -> None:
-    """Raise UserError if a token has no row in the model's embedding, but for special ones that its template lacks:
-    Gemma 3 1B's <image_soft_token>, Code Llama's <FILL_ME>, a <pad> (which is replaced by EOS)."""
-    rows = model.config.get_text_config().vocab_size
-    if tokenizer.pad_token_id >= rows:
-        tokenizer.pad_token = tokenizer.eos_token
-    unread = {token for token in special_tokens(tokenizer) if token not in f"{tokenizer.chat_template}"}
-    unread -= {tokenizer.bos_token, tokenizer.eos_token}
-    largest = max(i for token, i in tokenizer.get_vocab().items() if token not in unread)
-    if largest >= rows:
-        raise UserError(f"--model {name}: its tokenizer has ids up to {largest}, its embedding only {rows} rows")
-
-
-def context_length(model) -> float:
-    """How many tokens a row may have; infinite for a model without a limit, such as Mamba."""
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # Phi-3: a row beyond this would change the positions of its whole batch
-        return rope["original_max_position_embeddings"]
-    return getattr(config, "max_position_embeddings", None) or math.inf
-
-
-def load_reference(cfg, device: torch.device):
-    """A frozen copy of the policy before its first update."""
-    return load_model(model_name(cfg), device, trainable=False, trust_remote_code=cfg.trust_remote_code)
-
-
-def decoder_layers(model) -> torch.nn.ModuleList:
-    """The stack of transformer layers: the ModuleList with the most parameters."""
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
-
-
-def compute_dtype(device: torch.device) -> torch.dtype:
-    """What models compute in. Parameters that train are float32 all the same."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def shard(model, device: torch.device):
-    """FSDP2: each rank keeps a share of every parameter, and gathers one layer at a time to compute with it (or, if the
-    model `is_small`, all at once).
-
-    On CUDA the gathered copy is bfloat16, while shard, gradient and optimizer state stay float32. This is also how a
-    single GPU gets its mixed precision. Gradients are summed over ranks, not averaged, since token weights are global.
-    """
-    if device.type == "cuda":
-        fuse_norms(model)
-    frozen, dtype = not any(parameter.requires_grad for parameter in model.parameters()), compute_dtype(device)
-    if world_size() == 1 and (frozen or dtype == torch.float32):  # there FSDP would take 15% more time for nothing
-        return model.to(device)
-    weights = model.state_dict() if rank() == 0 and world_size() > 1 else {}
-    layers = [] if is_small(model, device) else decoder_layers(model)
-    # The root takes the parameters of layers that share some (Zamba): a parameter can be in one FSDP module only.
-    uses = collections.Counter(id(parameter) for layer in layers for parameter in layer.parameters())
-    own = [layer for layer in layers if all(uses[id(parameter)] == 1 for parameter in layer.parameters())]
-    # Inputs keep the dtype that the model gave them (rotary angles: float32), as they would without FSDP.
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in [*own, model]:
-        fully_shard(module, mp_policy=precision,
-                    reshard_after_forward=frozen or module is not model)  # backward begins with the root: keep it
-        if world_size() > 1:
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.11 lacks it
-                # A rank without a gradient for a parameter (an expert that no token chose) sends zeros. Else its
-                # sums would be of fewer parameters than those of other ranks, and mix them up or never end.
-                module.set_reduce_scatter_unused_params(True)
-    if rank() > 0:  # still on the meta device
-        model.to_empty(device=device)
-        model.tie_weights()
-    if world_size() > 1:
-        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-        dtypes = from_main_rank([buffer.dtype for buffer in model.buffers()])
-        for buffer, dtype in zip(model.buffers(), dtypes):  # not all are in the state dict: rotary frequencies, for one
-            buffer.data = buffer.to(dtype)  # before transformers 5.24, `from_config` ignores what must stay float32
-            dist.broadcast(buffer, 0)
-        # The generation config says which tokens end a completion, and only rank 0 has read it.
-        model.generation_config = from_main_rank(getattr(model, "generation_config", None))
-    return model
-
-
-def is_small(model, device: torch.device) -> bool:
-    """Can one GPU spare 12 bytes a parameter, a fifth of its memory at most, for all weights and gradients in bfloat16
-    and two float32 copies of the gradients? Then the model is one FSDP module. (With one per layer these exist for a
-    layer at a time, but FSDP's work for each module doubles a short pass: 0.5B, 4,096 tokens, H200.)"""
-    size = sum(parameter.numel() for parameter in model.parameters())
-    return device.type == "cuda" and world_size() == 1 and 12 * size < torch.cuda.mem_get_info(device)[1] / 5
-
-
-def fuse_norms(model):
-    """Let every RMSNorm that is written as Llama's (as most models' are) run as one CUDA kernel instead of eight."""
-    def body(cls):
-        code = getattr(cls.forward, "__code__", None)
-        return code and (code.co_code, code.co_names, code.co_consts)
-    llama = body(LlamaRMSNorm)
-    for module in model.modules():
-        if llama and body(type(module)) == llama:
-            module.forward = types.MethodType(fused_norm, module)
-
-
-def fused_norm(module, hidden):
-    """The forward method of such an RMSNorm: [..., H] -> [..., H]."""
-    return F.rms_norm(hidden, module.weight.shape, module.weight, module.variance_epsilon)
-
-
-def call_gathered(function, model, *args):
-    """function(model, *args), run as FSDP runs a forward pass, so that it sees gathered parameters."""
-    if not isinstance(model, FSDPModule):
-        return function(model, *args)
-    model.work = functools.partial(function, model)  # FSDP wraps methods, by name
-    register_fsdp_forward_method(model, "work")
-    return model.work(*args)
-
-
-@contextlib.contextmanager
-def gathered(model):
-    """Gather all parameters once, so that ranks may call the model a different number of times: no call is collective.
-
-    FSDP's hooks are taken off meanwhile: they cost a decoding step 0.1 ms a layer, and they wait for other streams,
-    which is not allowed while a CUDA graph is captured.
-    """
-    with contextlib.ExitStack() as afterwards:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-                afterwards.callback(module.reshard)
-                for name in ("_forward_pre_hooks", "_forward_hooks"):
-                    afterwards.callback(setattr, module, name, getattr(module, name))
-                    setattr(module, name, collections.OrderedDict())
-        yield
-
-
-def save_model(model, tokenizer, directory: Path) -> None:
-    """Write what from_pretrained, vLLM and TGI load, in the dtype the model came in. Collective; all or nothing."""
-    # gathered one at a time into rank 0's CPU memory: no GPU ever holds the whole model
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    distinct = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied weight has one name here
-    exact = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())  # such as an expert router's biases
-    weights = {name: tensor for name, tensor in weights.items() if name in distinct}
-    dtype = getattr(model, "saved_dtype", model.dtype)  # if `load_model` has loaded it, that of the file
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and not any(part in name for part in exact):
-            weights[name] = tensor.to(dtype)
-
-    def fill(folder):
-        model.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
-        config = json.loads((folder / "config.json").read_text())
-        config["dtype"] = str(dtype).removeprefix("torch.")  # save_pretrained wrote the masters'
-        if type(model.config).__module__.startswith("transformers."):  # then no code of the model's own lies beside it
-            config.pop("auto_map", None)
-        config.get("text_config", config).update(rotary_settings_4(model.config))
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        path = folder / "tokenizer_config.json"  # transformers 4 refuses the newer names; 5 reads both
-        text = path.read_text("utf-8").replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
-        settings = json.loads(text.replace('"extra_special_tokens": [', '"additional_special_tokens": ['))
-        for name, content in getattr(tokenizer, "unsaved", {}).items():
-            (folder / name).write_bytes(content)
-            if name == "tokenizer.model":  # without these, llama.cpp would split added tokens and add a BOS
-                settings["added_tokens_decoder"] = {
-                    i: token.__getstate__() for i, token in tokenizer.added_tokens_decoder.items()}
-                settings["add_bos_token"] = tokenizer("1")["input_ids"][0] == tokenizer.bos_token_id
-        path.write_text(json.dumps(settings, indent=2) + "\n")
-    on_main_rank(lambda: write_directory(directory, fill))
-
-
-def rotary_settings_4(config) -> dict:
-    """A model's rotary settings under the names of transformers 4, on which some engines build. Without them such an
-    engine takes defaults, such as a base of 10,000, and says nothing."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)  # Gemma 3 has others for its sliding windows
-    settings = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
-    if rope.get("rope_type") == "longrope":  # Phi-3, which refuses any other field here
-        settings["rope_scaling"] = {"type": "longrope", "long_factor": rope["long_factor"],
-                                    "short_factor": rope["short_factor"]}
-    elif rope.get("rope_type", "default") != "default":
-        settings["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
-    return settings
-
-
-def write_directory(directory: Path, fill, replace: bool = True) -> None:
-    """Fill a temporary directory with `fill(path)`, flush it to disk, and rename it to `directory`.
-
-    replace=False is for processes that may build the same thing at once: the first to finish wins.
-    """
-    old = directory.with_name(f".{directory.name}.old")  # hidden, because a user's own copy may be called model.old
-    temporary = directory.with_name(f".{directory.name}.tmp" if replace else f".{directory.name}.tmp-{os.getpid()}")
-    try:
-        if replace and old.exists() and not directory.exists():  # a process was killed between the two renames below
-            os.rename(old, directory)
-        for path in (temporary, old):  # left by a process that was killed
-            remove(path)
-        temporary.mkdir(parents=True)
-        fill(temporary)
-        for file in filter(Path.is_file, temporary.rglob("*")):
-            with open(file, "rb") as handle:
-                os.fsync(handle.fileno())
-        if replace and directory.exists():
-            os.rename(directory, old)
-        os.rename(temporary, directory)
-        with contextlib.suppress(OSError):  # NFS keeps a file that another process has open
-            remove(old)
-    except (OSError, SafetensorError) as error:
-        if replace or not directory.exists():  # else another process was first
-            raise TrainingFailed(f"cannot write {directory}: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def remove(path: Path) -> None:
-    """Delete a file or directory, if it is there; of a link, not what it points to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-# -------------------------------------------------------------------------------------------------------- data
-
-@dataclass
-class Problem:
-    prompt: str | list       # as the row has it; `encode_prompts` renders chat messages
-    prompt_ids: list[int]    # what the model reads
-    answer: str | None       # the gold answer, for the verifier
-    row: dict                # the whole row, for a reward function
-    rendered: tuple = ()     # (text, whether a chat template wrote it) of the prompt
-    begun: str = ""          # the answer's beginning, if the messages end with one
-    opening: str = ""        # the <think> that the prompt ends with, or `begun` from its <think> on
-
-
-def is_built_in(data: str) -> bool:
-    return data.split(":")[0] == "arithmetic"
-
-
-def arithmetic_digits(data: str) -> int:
-    digits = data.partition(":")[2] or "2"
-    if not digits.isdecimal() or not 1 <= int(digits) <= 12:
-        raise UserError(f"{data}: the built-in data is arithmetic or arithmetic:DIGITS, with 1 to 12 digits")
-    return int(digits)
-
-
-def read_rows(data: str, split: str) -> list[tuple[dict, str]]:
-    """(row, its place for error messages), of the built-in data, a JSON-lines file or a hub dataset."""
-    if is_built_in(data):
-        rows = arithmetic_rows(arithmetic_digits(data), split)
-    elif kind := re.search(r"\.(parquet|csv)$", data):
-        raise UserError(f"{data}: want JSON lines; datasets.load_dataset({kind[1]!r}, data_files={data!r}, "
-                        "split='train').to_json('rows.jsonl') makes them of it")
-    elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.isfile(data):
-        return read_json_lines(data)
-    else:
-        name, config, own_split = (data.split(":", 2) + [None, None])[:3]  # a split may be train[:1000]
-        with one_line_errors(f"{data}: no such file, and no hub dataset that loads (those need pip install datasets)"):
-            import datasets
-            rows = list(datasets.load_dataset(name, config, split=own_split or ("test" if split == "eval" else split)))
-            if not rows:
-                raise UserError(f"{data}: no rows")
-    return [(row, f"{data} row {i}") for i, row in enumerate(rows, 1)]
-
-
-def read_json_lines(path: str) -> list[tuple[dict, str]]:
-    """(row, place) of a file with one JSON object a line, gzipped or not. Empty lines are skipped."""
-    rows = []
-    open_file = gzip.open if path.endswith(".gz") else open
-    with one_line_errors(f"{path}: cannot be read as JSON lines"), open_file(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            place = f"{path} line {number}"
-            with one_line_errors(f"{place}: want a JSON object, one a line"):
-                line = line.decode("utf-8-sig").strip()
-                row = json.loads(line)
-                # Half a surrogate pair, "\ud83d", is no text: encoding it fails. Trying all rows would double the time.
-                if "\\ud" in line.lower():
-                    json.dumps(row, ensure_ascii=False).encode()
-            if not isinstance(row, dict):
-                raise UserError(f"{place}: want a JSON object, not {type(row).__name__}")
-            rows.append((row, place))
-    if not rows:
-        raise UserError(f"{path}: no rows")
-    return rows
-
-
-# Where a short answer and a worked solution have columns of their own (MegaScience), the short one counts.
-ANSWERS = ("final_answer", "expected_answer", "reference_answer", "answer", "solution")
-
-
-def read_problems(data: str, split: str = "train", need_answer: bool = True) -> list[Problem]:
-    """Rows with a prompt (`prompt`, `question` or `problem`; or preferences, for their prompts) and an answer (one of
-    ANSWERS, or verl's `reward_model.ground_truth`), not yet encoded.
-
-    A gold answer inside a worked solution (GSM8K's `#### 18`, MATH's `\\boxed{18}`) is taken out of it. With
-    need_answer, rows whose answer is "proof" or a long text are left out, with a line that says how many.
-    """
-    problems = []
-    for row, place in read_rows(data, split):
-        if row.get("chosen") or row.get("responses"):
-            with contextlib.suppress(ValueError):  # the rows of a reward model, for PPO
-                row = {**row, "prompt": prompt_and_answers(row)[0]}
-        prompt, verl = row_prompt(row), row.get("reward_model")
-        if not is_prompt(prompt):
-            raise UserError(f"{place}: want a prompt (text, or messages with role and content) under prompt, "
-                            f"question or problem; it has {columns(row)}")
-        found = [*map(row.get, ANSWERS), verl.get("ground_truth") if isinstance(verl, dict) else None]
-        found = [f"{value:.15g}" if type(value) is float else str(value) for value in found  # 0.1 + 0.2 is 0.3; no bool
-                 if type(value) in (str, int) and str(value).strip() or type(value) is float and math.isfinite(value)]
-        if need_answer and not found:
-            raise UserError(f"{place}: no answer (a string or a finite number) under answer or solution, which "
-                            f"--reward verifier needs; it has {columns(row)}")
-        answer = (extract_answer(found[0]) or found[0]) if found else None  # None: for a reward function
-        problems.append(Problem(prompt, [], answer, row))
-    # NuminaMath writes "proof" where there is no answer.
-    kept = [p for p in problems if not need_answer or p.answer != "proof" and len(p.answer) <= LONGEST_ANSWER]
-    return say_left_out(data, problems, kept, f"rows whose answer is a proof, or longer than {LONGEST_ANSWER} "
-                        "characters (in a worked solution, \\boxed{…} or #### has to mark it)")
-
-
-def columns(row: dict) -> str:
-    return textwrap.shorten(", ".join(map(str, row)), 200)
-
-
-def row_prompt(row: dict):
-    """The prompt of a row: a string, or chat messages; None if it has none."""
-    prompt, system = row.get("prompt") or row.get("question") or row.get("problem") or None, system_turn(row)
-    if isinstance(prompt, str) and system and system[0]["content"].strip() not in prompt:  # not rendered yet
-        return [*system, {"role": "user", "content": prompt}]
-    if isinstance(prompt, list) and is_prompt(prompt) and prompt[0]["role"] != "system":
-        return system + prompt
-    return prompt
-
-
-def system_turn(row: dict) -> list[dict]:
-    """The message of a `system` column, as Orca's pairs have it: a list of one, or of none."""
-    system = row.get("system")
-    return [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
-
-
-def is_prompt(prompt) -> bool:
-    """Whether it is a string, or a list of chat messages."""
-    return isinstance(prompt, str) or isinstance(prompt, list) and prompt != [] and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt)
-
-
-def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
-    """--data and --eval_data, as problems or by another `read(data, split)`."""
-    if not cfg.data:
-        raise UserError("--data: is empty")
-    read = read or functools.partial(read_problems, need_answer=cfg.reward == "verifier")
-    eval_data = cfg.eval_data or (cfg.data if is_built_in(cfg.data) else "")  # a file has no held-out part
-    held_out = read(eval_data, "eval") if eval_data else []  # first: the file may be missing, and --data take long
-    items = read(cfg.data, "train")
-    if not eval_data and not getattr(cfg, "eval_problems", ""):
-        say("no --eval_data: nothing is evaluated")
-    return items, held_out
-
-
-def encode(tokenizer, prompts: list[tuple[str, bool]]) -> list[list[int]]:
-    """Token ids of prompts, each a text and whether a chat template wrote it.
-
-    A template writes all the special tokens itself. Any other text gets the tokenizer's BOS in front, unless the
-    tokenizer has none or the text begins with it. No prompt gets an EOS: its completion follows.
-    """
-    with_special, plain = (tokenizer("1", add_special_tokens=special)["input_ids"] for special in (True, False))
-    bos = with_special[:with_special.index(plain[0])]  # a list of one token, or of none
-    texts = [text for text, _ in prompts]
-    # In batches: twice as fast as one by one, without the memory that all at once would take. Each token id is one
-    # object, however often it occurs: a token takes 8 bytes instead of 36.
-    known = {}
-    firsts = tqdm(range(0, len(texts), 100), desc="tokenizing", leave=False, delay=5, disable=rank() > 0 or None)
-    encoded = [list(map(known.setdefault, ids, ids)) for first in firsts
-               for ids in tokenizer(texts[first:first + 100], add_special_tokens=False)["input_ids"]]
-    return [ids if templated or ids[:len(bos)] == bos else bos + ids for (_, templated), ids in zip(prompts, encoded)]
-
-
-@functools.lru_cache(1)  # Gemma 3 has thousands of added tokens: 30 ms for every prompt
-def special_tokens(tokenizer) -> tuple[str, ...]:
-    """The texts of those with a role (BOS, EOS, padding) and of the others, such as Phi-3's <|user|>; no empty text."""
-    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return tuple(filter(None, (*tokenizer.all_special_tokens, *added)))
-
-
-# Put before a chat template. Some (Llama 3.2's) ask for today's date, but a run that is resumed tomorrow needs the same
-# prompts. 26 July 2024 is what Llama 3.2's falls back to.
-ONE_DAY = ("{% macro strftime_now(form) %}{{ form.replace('%d', '26').replace('%b', 'Jul').replace('%B', 'July')"
-           ".replace('%m', '07').replace('%Y', '2024') }}{% endmacro %}\n")
-
-
-def apply_template(tokenizer, messages: list[dict], **kwargs) -> str:
-    """The text of chat messages, as the tokenizer's chat template writes it on `ONE_DAY`. Raises whatever that raises,
-    and ValueError if it leaves out a message, but for past answers, which templates often shorten."""
-    template = ONE_DAY + tokenizer.get_chat_template()
-    # `datasets` writes null for a key that other rows have. Some templates look only whether the key is there.
-    messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
-    text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **kwargs)
-    for m in messages:
-        longest = max(re.findall(r"\w+", m["content"]), key=len, default="")
-        # SmolLM3's takes its switch "/think" out of system messages, and so breaks SYSTEM_PROMPT's "</think>".
-        words = m["content"].split() if m["content"] == SYSTEM_PROMPT else [longest]
-        if m["role"] != "assistant" and not all(word in text for word in words):
-            raise ValueError(f"it leaves out the message of role {m['role']}")
-    return text
-
-
-def is_begun(prompt) -> bool:
-    """Whether chat messages end with the beginning of an answer."""
-    return isinstance(prompt, list) and prompt[-1]["role"] == "assistant"
-
-
-def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_PROMPT, surplus: str = "",
-                  thinking: str = "auto") -> tuple[str, bool]:
-    """A string or chat messages -> (text for the model, whether a chat template wrote it).
-
-    A last message of the assistant is the beginning of the answer, which the model continues.
-
-    default: the system message where system_prompt is empty.
-    surplus: what to leave off where a template ends the prompt with it (`answer_form`).
-    thinking: on or off: whether the template is asked to let the model think. auto: on if there is a default and no
-        system_prompt (the messages may bring their own); otherwise it does what it does unasked.
-    """
-    if system_prompt == "none":
-        system_prompt = default = ""
-    if isinstance(prompt, str) and prompt.lstrip().startswith(special_tokens(tokenizer)):
-        return prompt, False  # a template has been applied to the data already, perhaps without its BOS
-    if isinstance(prompt, str) and not tokenizer.chat_template:
-        return f"{system_prompt}\n\n{prompt}" if system_prompt else prompt, False
-    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    if messages[0]["role"] != "system" and (system_prompt or default):
-        messages = [{"role": "system", "content": system_prompt or default}, *messages]
-    begun = is_begun(messages)
-    if not tokenizer.chat_template:
-        turns = [f"{m['role'].capitalize()}: {m['content']}" for m in messages]
-        return "\n\n".join(turns if begun else [*turns, "Assistant:"]), False
-    asked = {}
-    if thinking != "auto" or default and not system_prompt:
-        # Qwen3's, DeepSeek's and MiniMind's names for it. Without them, some templates close <think> at once.
-        asked = dict.fromkeys(("enable_thinking", "thinking", "open_thinking"), thinking != "off")
-    ways = [messages]
-    if messages[0]["role"] == "system" and len(messages) > 1:
-        # Some templates (Gemma's) have no system role: put its text in front of the first message.
-        first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
-        ways.append([first, *messages[2:]])
-    for messages in ways:
-        try:
-            text = apply_template(tokenizer, messages, add_generation_prompt=not begun, continue_final_message=begun,
-                                  **asked)
-            return text if begun else text.removesuffix(surplus), True
-        except Exception as error:  # templates are programs
-            problem = error
-    raise UserError(f"{tokenizer.name_or_path}: the chat template refuses a prompt: {problem} "
-                    f"({messages[-1]['content'][-80:]!r})") from problem
-
-
-def answer_form(tokenizer) -> tuple[str, str, list[int]]:
-    """How a chat template writes an answer that is given, beside its prompt for a new one -> (surplus, lead, tail):
-
-    surplus   what the prompt ends with, but loses before a given answer: R1's and Qwen3.5's <think>
-    lead      what a given answer then has in front: Qwen3's empty thought
-    tail      the tokens after the answer: a special one, which may be another than the EOS (Gemma's <end_of_turn>), and
-              what follows it, often a newline
-    """
-    question, answer = {"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good evening."}
-    try:
-        prompt, _ = render_prompt([question], tokenizer, "none")
-        text = apply_template(tokenizer, [question, answer])
-    except Exception:  # there is no template, or it refuses these messages
-        return "", "", [tokenizer.eos_token_id]
-    before, _, after = text.rpartition(answer["content"])
-    # A thought that prompt and answer both open (Qwen3.5's) or both have empty (MiniMind's; DeepSeek-V3.1's is a mere
-    # </think>) counts as the answer's, which may have one of its own. No tag is cut in two: "<think>" and "</think>"
-    # (GLM-4.7's) share "<".
-    shared = re.sub(r"(<think>\s*)?(</think>\s*)?$|<[^<>\s]*$", "", os.path.commonprefix([prompt, before]))
-    if question["content"] not in shared:  # they part before the answer: nothing to compare
-        prompt = before = shared
-    ids = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
-    token = tokenizer.added_tokens_decoder.get(ids[0]) if ids else None
-    return prompt[len(shared):], before[len(shared):], ids if token and token.special else [tokenizer.eos_token_id]
-
-
-def thought_opening(surplus: str) -> str:
-    """How a thought begins, in the text that a template ends a prompt with (`answer_form`) or, if that has none, most
-    often."""
-    return surplus if surplus.rstrip().endswith("<think>") else "<think>\n"
-
-
-def turn_end(tokenizer) -> int:
-    """The token that ends an answer: the special token that the chat template puts after one, or else EOS."""
-    return answer_form(tokenizer)[2][0]
-
-
-def pad_unlike_eos(tokenizer) -> int:
-    """If the pad token is one that ends answers, choose another one. Returns its id.
-
-    transformers reads a score at the last token that is not padding, which has to be the EOS. Decoding leaves the pad
-    token out, so it becomes another special token or, without one, a rare token: the last of the vocabulary.
-    """
-    ends = tokenizer.eos_token_id, turn_end(tokenizer)
-    if tokenizer.pad_token_id in ends:
-        special = sorted(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-        other = next(i for i in (*special, *reversed(range(len(tokenizer)))) if i not in ends)
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(other)
-    return tokenizer.pad_token_id
-
-
-def encode_answers(tokenizer, given: list[tuple[tuple[str, bool], list[int], str, bool]], lead: str) -> list[list[int]]:
-    """Token ids of answers as they follow their prompts. given: each prompt as rendered, its token ids, the answer, and
-    whether the prompt has begun it.
-
-    lead: what a template puts before an answer (`answer_form`). An answer with a thought of its own gets no empty one.
-    Each is tokenized together with its prompt, since SentencePiece tokenizers put a space before a text that stands
-    alone. Only where the two merge at the seam, so that the prompt gets other tokens, does the answer stand alone.
-    """
-    answers = []
-    for (_, templated), _, answer, begun in given:
-        has_thought = answer.lstrip().startswith("<think>")
-        front = re.split("</?think>", lead)[0] if has_thought else lead  # what is before a thought: GLM-4.5's newline
-        answers.append(front + answer.lstrip() if templated and not begun else answer)
-    whole = encode(tokenizer, [(text + answer, templated) for ((text, templated), *_), answer in zip(given, answers)])
-    return [ids[len(prompt):] if ids[:len(prompt)] == prompt
-            else tokenizer(answer, add_special_tokens=False)["input_ids"]
-            for ids, (_, prompt, *_), answer in zip(whole, given, answers)]
-
-
-def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT,
-                   surplus: str = "") -> list:
-    """Fill in `prompt_ids`; leave out prompts that are empty or too long (--max_prompt_tokens, or what the context
-    leaves beside completions), and say how many. Collective. Raises UserError if none is left, or if ranks differ.
-
-    problems: Problems or Preferences. what: the flag that they come from, for messages.
-    """
-    # Preferences have answers, which a template writes with or without a thought as they are.
-    texts = [render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt, surplus,
-                           "auto" if isinstance(problem, Preference) else cfg.thinking) for problem in problems]
-    for problem, (text, templated), ids in zip(problems, texts, encode(tokenizer, texts)):
-        if cfg.model == "tiny" and tokenizer.unk_token_id in ids:
-            raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}: set --model")
-        problem.prompt_ids, problem.rendered = ids, (text, templated)
-        if isinstance(problem, Preference):
-            problem.begun = is_begun(problem.prompt)
-        elif is_begun(problem.prompt):
-            problem.begun = problem.prompt[-1]["content"]
-            problem.opening = "".join(problem.begun.partition("<think>")[1:])
-        elif text.rstrip().endswith("<think>"):  # as reasoning models' templates do
-            problem.opening = text[text.rindex("<think>"):]
-        if isinstance(problem.prompt, list):
-            problem.prompt = text
-    limit = min(cfg.max_prompt_tokens, tokenizer.model_max_length - getattr(cfg, "max_new_tokens", 1))
-    kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= limit]
-    checksum(kept, what)  # refuses other rows on another machine
-    say_left_out(what, problems, kept, f"prompts that are empty or longer than {limit} tokens (--max_prompt_tokens, or "
-                 "the context less --max_new_tokens)")
-    if kept and cfg.model != "tiny":  # a wrong column, or a template that stands twice, shows at a glance
-        answer = kept[0].answers[0] if isinstance(kept[0], Preference) else kept[0].answer
-        end, known = tokenizer.decode(kept[0].prompt_ids)[-100:], f", its answer is {answer!r:.100}" if answer else ""
-        system = ""
-        if default_system_prompt and default_system_prompt in kept[0].rendered[0]:
-            system = " with a system prompt that asks for <think> and <answer> (--system_prompt none: without)"
-        say(f"{what}: {len(kept)} rows{system}; the first prompt ends with {end!r}{known}")
-    return kept
-
-
-def say_left_out(what: str, rows: list, kept: list, which: str) -> list:
-    """Say how many of the rows are left out, and which, and return those that are kept. UserError if none is."""
-    if not kept and rows:
-        raise UserError(f"{what}: no rows left: it has only {which}")
-    if len(kept) < len(rows):
-        say(f"{what}: left out {len(rows) - len(kept)} of {len(rows)} {which}")
-    return kept
-
-
-def checksum(items: list, what: str) -> int:
-    """A checksum of what a run reads of its Problems or Preferences, in their order. Collective.
-
-    what: the flag that they come from. Raises UserError if the ranks' items differ: they would wait for each other.
-    """
-    total, names = 0, ("answer", "answer_ids", "scores", "margin")
-    for item in items:
-        read = getattr(item, "prompt_ids", item), *(getattr(item, name, None) for name in names)
-        total = zlib.crc32(repr(read).encode(), total)
-    if len(set(gather_in_order([total]))) > 1:
-        raise UserError(f"{what}: holds other rows, or the model another tokenizer, on another machine")
-    return total
-
-
-class Shuffled:
-    """Endless passes over `items`, each in its own seeded order. `position` is all that --resume needs.
-
-    `items` must not change. For another order, override `order`: a permutation for each epoch, always the same one. To
-    change the data in the middle of a run, draw from two of these, and keep the second's position in `run.extra`.
-    Collective. Raises UserError if the ranks' items differ.
-    """
-
-    def __init__(self, items: list, seed: int):
-        self.items, self.seed, self.position = items, seed, 0
-        self.checksum = checksum(items, "--data")  # --resume refuses other ones
-
-    def next(self, count: int) -> list:
-        """The next `count` items; the same on every rank."""
-        places = [divmod(p, len(self.items)) for p in range(self.position, self.position + count)]
-        self.position += count
-        orders = {epoch: self.order(epoch) for epoch, _ in places}
-        return [self.items[orders[epoch][i]] for epoch, i in places]
-
-    def first(self, count: int) -> list:
-        """The distinct ones among the first `count` items, without moving on."""
-        return self.items if count >= len(self.items) else [self.items[i] for i in self.order(0)[:count]]
-
-    @functools.lru_cache(2)  # a million rows take 18 ms to shuffle
-    def order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.items))
-
-
-Batch = collections.namedtuple("Batch", "input_ids attention_mask mask")  # the shapes are those of Rollout
-
-
-def collate(prompts: list[list[int]], completions: list[list[int]], pad_id: int, device="cpu") -> Batch:
-    """Left-pad prompts, right-pad completions: input_ids [N, L+T], attention_mask [N, L+T], mask [N, T] (bool)."""
-    L, T = max(map(len, prompts)), max(map(len, completions))
-    ids, real = np.full((len(prompts), L + T), pad_id), np.zeros((len(prompts), L + T), int)  # faster than lists
-    for i, (p, c) in enumerate(zip(prompts, completions)):
-        ids[i, L - len(p):L + len(c)], real[i, L - len(p):L + len(c)] = p + c, 1
-    input_ids, attention_mask = (torch.as_tensor(x, device=device) for x in (ids, real))
-    return Batch(input_ids, attention_mask, attention_mask[:, L:].bool())
-
-
-# --------------------------------------------------------------------------------------------- preference data
-
-@dataclass
-class Preference:
-    """A prompt and K ≥ 2 answers to it, best first. Rows with `chosen` and `rejected` have K = 2."""
-    prompt: str
-    prompt_ids: list[int]
-    answers: list[str]
-    answer_ids: list[list[int]]   # each ends with its EOS (`turn_end`); in dpo.py not if it was cut
-    scores: list[float]           # falling; equal ones are a tie and make no pair
-    margin: float = 0.0           # optional `margin` of a row: by how much r⁺ should exceed r⁻
-    ref_logprobs: torch.Tensor | None = None  # [K] of the answers under the reference, once dpo.py has computed them
-    rendered: tuple = ()          # (text, whether a chat template wrote it) of the prompt
-    begun: bool = False           # whether the prompt ends with the beginning of the answers
-
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """The numbers of a better and a worse answer: K(K − 1)/2 pairs, less the ties."""
-        both = itertools.combinations(range(len(self.scores)), 2)
-        return [(i, j) for i, j in both if self.scores[i] > self.scores[j]]
-
-    def split(self) -> list["Preference"]:
-        """One preference of two answers for each pair."""
-        return [Preference(self.prompt, self.prompt_ids, [self.answers[i], self.answers[j]],
-                           [self.answer_ids[i], self.answer_ids[j]], [1.0, 0.0], self.margin) for i, j in self.pairs]
-
-
-def read_preferences(data: str, split: str = "train") -> list[Preference]:
-    """Rows `prompt`, `chosen`, `rejected`; or whole dialogues without `prompt`; or `prompt`, `responses` (best first).
-
-    Optional `scores` order the responses, and may tie. Not yet encoded. Rows that teach nothing, because their answers
-    are equal or tie (also by `tie: true`, `status: "tie"`, `margin: 0` or equal RATINGS), are left out, with a line
-    that says how many.
-    """
-    source = str(build_tiny_preferences(data, split)) if is_built_in(data) else data
-    preferences = []
-    for row, place in read_rows(source, split):
-        try:
-            preferences.append(read_preference(row))
-        except ValueError as error:
-            raise UserError(f"{place}: {error}") from None
-    return say_left_out(data, preferences, [p for p in preferences if p], "rows whose answers are equal or tie")
-
-
-def prompt_and_answers(row: dict) -> tuple:
-    """The prompt of a preference's row (a string or chat messages), its answers, and their scores: None if they stand
-    best first. A malformed row raises ValueError."""
-    prompt, answers, scores = row_prompt(row), [row.get("chosen"), row.get("rejected")], None
-    if not all(answers) and row.get("responses"):
-        answers, scores = row["responses"], row.get("scores")
-        unread = [name for name, value in row.items()
-                  if isinstance(value, list) and re.search("scor|rating|rank|reward", name)]
-        if scores is None and unread:
-            raise ValueError(f"{unread[0]} beside responses: want scores, higher for better ones, or responses that "
-                             "stand best first and nothing else that could order them")
-    if not isinstance(answers, list) or len(answers) < 2 or not all(map(is_prompt, answers)):
-        raise ValueError("want chosen and rejected, or a list of responses: two or more, text or messages; it "
-                         f"has {columns(row)}")
-    if prompt is not None and not is_prompt(prompt):
-        raise ValueError("want a prompt (text, or messages with role and content)")
-    if all(isinstance(answer, list) for answer in answers):
-        prompt = prompt_of_conversations(answers, row, prompt)
-    answers = [answer if isinstance(answer, str) else with_thought(answer[-1]) for answer in answers]
-    if prompt is None:  # whole dialogues as text: "Human: hi Assistant: hello" and "Human: hi Assistant: go away"
-        shared = re.match(".*[Aa]ssistant:", os.path.commonprefix(answers), re.S)
-        if not shared:
-            raise ValueError("no prompt, question or problem, and the answers are not dialogues that share a turn up "
-                             f"to 'Assistant:'; it has {columns(row)}")
-        prompt, answers = shared[0], [answer[shared.end():] for answer in answers]
-    return prompt, answers, scores
-
-
-def prompt_of_conversations(conversations: list[list[dict]], row: dict, prompt) -> str | list[dict] | None:
-    """All turns before the last, which is the answer. A `prompt` beside them may be one of these turns, or all of them,
-    or what comes before the first."""
-    if any(turns[-1].get("tool_calls") for turns in conversations):
-        raise ValueError("an answer has tool_calls, which are not read: want text in its content")
-    talks = [[(turn["role"], turn["content"].strip()) for turn in turns] for turns in conversations]
-    if any(talk[:-1] != talks[0][:-1] for talk in talks):
-        raise ValueError("want conversations that share all but their last turns")
-    if any(talk[-1][0] in ("user", "system") for talk in talks):
-        raise ValueError("want conversations that end with an answer")
-    before, texts = conversations[0][:-1], [text for _, text in talks[0][:-1]]
-    known = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-    if known and before and before[0]["role"] == "assistant" and known[-1]["content"].strip() not in texts:
-        return known + before
-    if len(before) <= len(known):
-        return prompt
-    # A system message that only the prompt or the `system` column has goes in front.
-    system = [turn for turn in (known or system_turn(row))[:1]
-              if turn["role"] == "system" and before[0]["role"] != "system"]
-    return system + before
-
-
-def with_thought(message: dict) -> str:
-    """The text of an answer, and before it the thought that vLLM and others keep under a key of its own."""
-    thought = message.get("reasoning_content") or message.get("reasoning")
-    begun = f"<think>\n{thought.strip()}\n</think>\n\n" if isinstance(thought, str) and thought.strip() else ""
-    return begun + message["content"]
-
-
-# What UltraFeedback's and Argilla's versions call the scores of the two answers
-RATINGS = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating"),
-           ("chosen-rating", "rejected-rating"))
-
-
-def read_preference(row: dict) -> Preference | None:
-    """One row; None if it prefers nothing. A malformed one raises ValueError."""
-    prompt, answers, scores = prompt_and_answers(row)
-    margin = row.get("margin")
-    if margin is not None and not is_number(margin):
-        raise ValueError(f"margin must be a number, not {margin!r:.40}")
-    if scores is None:
-        scores = list(range(len(answers), 0, -1))
-    if not isinstance(scores, list) or len(scores) != len(answers) or not all(map(is_number, scores)):
-        raise ValueError("scores must be as many numbers as there are responses")
-    best = {}  # answer: score, best first; of equal answers the best counts
-    for answer, score in sorted(zip(answers, scores), key=lambda pair: -pair[1]):
-        best.setdefault(answer, float(score))
-    rated = [row.get(chosen) == row.get(rejected) for chosen, rejected in RATINGS if is_number(row.get(chosen))]
-    if row.get("tie") or row.get("status") == "tie" or margin == 0 or any(rated) or len(set(best.values())) == 1:
-        return None
-    return Preference(prompt, [], list(best), [], list(best.values()), float(margin or 0))
-
-
-def is_number(value) -> bool:
-    """Whether it is a finite number: JSON files may have NaN."""
-    return isinstance(value, (int, float, np.integer, np.floating, np.bool_)) and bool(abs(value) < LARGEST)
-
-
-def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str,
-                       ended: bool = False) -> list[Preference]:
-    """Fill in the token ids of prompts and answers, written as the template writes a conversation (`answer_form`).
-    Answers are cut at --max_completion_tokens or where the context ends. Rows that then have no pair are left out.
-
-    ended: a cut answer gets its end in place of its last token, since --reward reads a reward model's scores there. (A
-        policy would learn from such answers to break off.)
-    """
-    surplus, lead, (end, *_) = answer_form(tokenizer)
-    endings = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens([end, tokenizer.eos_token_id])))
-    endings = rf"(({endings})\s*)+$"  # some data has them already
-    kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="", surplus=surplus)
-    for p in kept:
-        # Samples whose prompt had begun a thought only end it, or not even that if they were cut: begin it for them.
-        if any("</think>" in answer.partition("<think>")[0] for answer in p.answers) and p.rendered[1] and not p.begun:
-            p.answers = [answer if "<think>" in answer.partition("</think>")[0] else thought_opening(surplus) + answer
-                         for answer in p.answers]
-    given = [(p.rendered, p.prompt_ids, re.sub(endings, "", answer), p.begun) for p in kept for answer in p.answers]
-    encoded, cut = iter(encode_answers(tokenizer, given, lead)), 0
-    for preference in kept:
-        room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
-        best = {}  # answers that begin alike may be equal once they are cut: as in `read_preference`, the best counts
-        for answer, score in zip(preference.answers, preference.scores):
-            ids = next(encoded) + [end]
-            if len(ids) > room:
-                cut += 1
-                ids = ids[:room - 1] + [end] if ended else ids[:room]
-            best.setdefault(tuple(ids), (answer, score))
-        preference.answer_ids = [list(ids) for ids in best]
-        preference.answers, preference.scores = map(list, zip(*best.values()))
-    if cut:
-        say(f"{what}: cut {cut} of {len(given)} answers, at --max_completion_tokens or where the context ends")
-    differ = [preference for preference in kept if preference.pairs]
-    checksum(differ, what)  # refuses other answers on another machine
-    return say_left_out(what, kept, differ, "rows whose answers are equal as tokens (--max_completion_tokens?)")
-
-
-def collate_preferences(preferences: list[Preference], pad_id: int, device):
-    """-> (batch, a row for each answer; blocks, the rows of each preference, best first; pairs of rows [pairs, 2])."""
-    prompts = [p.prompt_ids for p in preferences for _ in p.answer_ids]
-    batch = collate(prompts, [ids for p in preferences for ids in p.answer_ids], pad_id, device)
-    rows = iter(range(len(prompts)))
-    blocks = [[next(rows) for _ in p.answer_ids] for p in preferences]
-    pairs = [(block[i], block[j]) for p, block in zip(preferences, blocks) for i, j in p.pairs]
-    return batch, blocks, torch.tensor(pairs, device=device)
-
-
-AT_ONCE = 1000  # preferences to collate together: a whole file, padded, may not fit into memory
-
-
-def of_each_preference(compute, preferences: list[Preference], pad_id: int, device) -> list[torch.Tensor]:
-    """The values [K] of each preference's answers, where `compute(batch, blocks)` gives those [N] of a batch."""
-    values = []
-    for start in range(0, len(preferences), AT_ONCE):
-        batch, blocks, _ = collate_preferences(preferences[start:start + AT_ONCE], pad_id, device)
-        values += compute(batch, blocks).split([len(rows) for rows in blocks])
-    return values
 
 
 # ---------------------------------------------------------------------------------------------------- sampling
@@ -2136,6 +944,602 @@ def micro_batches(batch, blocks, max_tokens: int):
         yield rows, batch.input_ids[rows, columns], batch.attention_mask[rows, columns], T
 
 
+# -------------------------------------------------------------------------------------------------------- data
+
+@dataclass
+class Problem:
+    prompt: str | list       # as the row has it; `encode_prompts` renders chat messages
+    prompt_ids: list[int]    # what the model reads
+    answer: str | None       # the gold answer, for the verifier
+    row: dict                # the whole row, for a reward function
+    rendered: tuple = ()     # (text, whether a chat template wrote it) of the prompt
+    begun: str = ""          # the answer's beginning, if the messages end with one
+    opening: str = ""        # the <think> that the prompt ends with, or `begun` from its <think> on
+
+
+def is_built_in(data: str) -> bool:
+    return data.split(":")[0] == "arithmetic"
+
+
+def arithmetic_digits(data: str) -> int:
+    digits = data.partition(":")[2] or "2"
+    if not digits.isdecimal() or not 1 <= int(digits) <= 12:
+        raise UserError(f"{data}: the built-in data is arithmetic or arithmetic:DIGITS, with 1 to 12 digits")
+    return int(digits)
+
+
+def read_rows(data: str, split: str) -> list[tuple[dict, str]]:
+    """(row, its place for error messages), of the built-in data, a JSON-lines file or a hub dataset."""
+    if is_built_in(data):
+        rows = arithmetic_rows(arithmetic_digits(data), split)
+    elif kind := re.search(r"\.(parquet|csv)$", data):
+        raise UserError(f"{data}: want JSON lines; datasets.load_dataset({kind[1]!r}, data_files={data!r}, "
+                        "split='train').to_json('rows.jsonl') makes them of it")
+    elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.isfile(data):
+        return read_json_lines(data)
+    else:
+        name, config, own_split = (data.split(":", 2) + [None, None])[:3]  # a split may be train[:1000]
+        with one_line_errors(f"{data}: no such file, and no hub dataset that loads (those need pip install datasets)"):
+            import datasets
+            rows = list(datasets.load_dataset(name, config, split=own_split or ("test" if split == "eval" else split)))
+            if not rows:
+                raise UserError(f"{data}: no rows")
+    return [(row, f"{data} row {i}") for i, row in enumerate(rows, 1)]
+
+
+def read_json_lines(path: str) -> list[tuple[dict, str]]:
+    """(row, place) of a file with one JSON object a line, gzipped or not. Empty lines are skipped."""
+    rows = []
+    open_file = gzip.open if path.endswith(".gz") else open
+    with one_line_errors(f"{path}: cannot be read as JSON lines"), open_file(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            place = f"{path} line {number}"
+            with one_line_errors(f"{place}: want a JSON object, one a line"):
+                line = line.decode("utf-8-sig").strip()
+                row = json.loads(line)
+                # Half a surrogate pair, "\ud83d", is no text: encoding it fails. Trying all rows would double the time.
+                if "\\ud" in line.lower():
+                    json.dumps(row, ensure_ascii=False).encode()
+            if not isinstance(row, dict):
+                raise UserError(f"{place}: want a JSON object, not {type(row).__name__}")
+            rows.append((row, place))
+    if not rows:
+        raise UserError(f"{path}: no rows")
+    return rows
+
+
+# Where a short answer and a worked solution have columns of their own (MegaScience), the short one counts.
+ANSWERS = ("final_answer", "expected_answer", "reference_answer", "answer", "solution")
+
+
+def read_problems(data: str, split: str = "train", need_answer: bool = True) -> list[Problem]:
+    """Rows with a prompt (`prompt`, `question` or `problem`; or preferences, for their prompts) and an answer (one of
+    ANSWERS, or verl's `reward_model.ground_truth`), not yet encoded.
+
+    A gold answer inside a worked solution (GSM8K's `#### 18`, MATH's `\\boxed{18}`) is taken out of it. With
+    need_answer, rows whose answer is "proof" or a long text are left out, with a line that says how many.
+    """
+    problems = []
+    for row, place in read_rows(data, split):
+        if row.get("chosen") or row.get("responses"):
+            with contextlib.suppress(ValueError):  # the rows of a reward model, for PPO
+                row = {**row, "prompt": prompt_and_answers(row)[0]}
+        prompt, verl = row_prompt(row), row.get("reward_model")
+        if not is_prompt(prompt):
+            raise UserError(f"{place}: want a prompt (text, or messages with role and content) under prompt, "
+                            f"question or problem; it has {columns(row)}")
+        found = [*map(row.get, ANSWERS), verl.get("ground_truth") if isinstance(verl, dict) else None]
+        found = [f"{value:.15g}" if type(value) is float else str(value) for value in found  # 0.1 + 0.2 is 0.3; no bool
+                 if type(value) in (str, int) and str(value).strip() or type(value) is float and math.isfinite(value)]
+        if need_answer and not found:
+            raise UserError(f"{place}: no answer (a string or a finite number) under answer or solution, which "
+                            f"--reward verifier needs; it has {columns(row)}")
+        answer = (extract_answer(found[0]) or found[0]) if found else None  # None: for a reward function
+        problems.append(Problem(prompt, [], answer, row))
+    # NuminaMath writes "proof" where there is no answer.
+    kept = [p for p in problems if not need_answer or p.answer != "proof" and len(p.answer) <= LONGEST_ANSWER]
+    return say_left_out(data, problems, kept, f"rows whose answer is a proof, or longer than {LONGEST_ANSWER} "
+                        "characters (in a worked solution, \\boxed{…} or #### has to mark it)")
+
+
+def columns(row: dict) -> str:
+    return textwrap.shorten(", ".join(map(str, row)), 200)
+
+
+def row_prompt(row: dict):
+    """The prompt of a row: a string, or chat messages; None if it has none."""
+    prompt, system = row.get("prompt") or row.get("question") or row.get("problem") or None, system_turn(row)
+    if isinstance(prompt, str) and system and system[0]["content"].strip() not in prompt:  # not rendered yet
+        return [*system, {"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and is_prompt(prompt) and prompt[0]["role"] != "system":
+        return system + prompt
+    return prompt
+
+
+def system_turn(row: dict) -> list[dict]:
+    """The message of a `system` column, as Orca's pairs have it: a list of one, or of none."""
+    system = row.get("system")
+    return [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+
+
+def is_prompt(prompt) -> bool:
+    """Whether it is a string, or a list of chat messages."""
+    return isinstance(prompt, str) or isinstance(prompt, list) and prompt != [] and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt)
+
+
+def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
+    """--data and --eval_data, as problems or by another `read(data, split)`."""
+    if not cfg.data:
+        raise UserError("--data: is empty")
+    read = read or functools.partial(read_problems, need_answer=cfg.reward == "verifier")
+    eval_data = cfg.eval_data or (cfg.data if is_built_in(cfg.data) else "")  # a file has no held-out part
+    held_out = read(eval_data, "eval") if eval_data else []  # first: the file may be missing, and --data take long
+    items = read(cfg.data, "train")
+    if not eval_data and not getattr(cfg, "eval_problems", ""):
+        say("no --eval_data: nothing is evaluated")
+    return items, held_out
+
+
+def encode(tokenizer, prompts: list[tuple[str, bool]]) -> list[list[int]]:
+    """Token ids of prompts, each a text and whether a chat template wrote it.
+
+    A template writes all the special tokens itself. Any other text gets the tokenizer's BOS in front, unless the
+    tokenizer has none or the text begins with it. No prompt gets an EOS: its completion follows.
+    """
+    with_special, plain = (tokenizer("1", add_special_tokens=special)["input_ids"] for special in (True, False))
+    bos = with_special[:with_special.index(plain[0])]  # a list of one token, or of none
+    texts = [text for text, _ in prompts]
+    # In batches: twice as fast as one by one, without the memory that all at once would take. Each token id is one
+    # object, however often it occurs: a token takes 8 bytes instead of 36.
+    known = {}
+    firsts = tqdm(range(0, len(texts), 100), desc="tokenizing", leave=False, delay=5, disable=rank() > 0 or None)
+    encoded = [list(map(known.setdefault, ids, ids)) for first in firsts
+               for ids in tokenizer(texts[first:first + 100], add_special_tokens=False)["input_ids"]]
+    return [ids if templated or ids[:len(bos)] == bos else bos + ids for (_, templated), ids in zip(prompts, encoded)]
+
+
+@functools.lru_cache(1)  # Gemma 3 has thousands of added tokens: 30 ms for every prompt
+def special_tokens(tokenizer) -> tuple[str, ...]:
+    """The texts of those with a role (BOS, EOS, padding) and of the others, such as Phi-3's <|user|>; no empty text."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return tuple(filter(None, (*tokenizer.all_special_tokens, *added)))
+
+
+# Put before a chat template. Some (Llama 3.2's) ask for today's date, but a run that is resumed tomorrow needs the same
+# prompts. 26 July 2024 is what Llama 3.2's falls back to.
+ONE_DAY = ("{% macro strftime_now(form) %}{{ form.replace('%d', '26').replace('%b', 'Jul').replace('%B', 'July')"
+           ".replace('%m', '07').replace('%Y', '2024') }}{% endmacro %}\n")
+
+
+def apply_template(tokenizer, messages: list[dict], **kwargs) -> str:
+    """The text of chat messages, as the tokenizer's chat template writes it on `ONE_DAY`. Raises whatever that raises,
+    and ValueError if it leaves out a message, but for past answers, which templates often shorten."""
+    template = ONE_DAY + tokenizer.get_chat_template()
+    # `datasets` writes null for a key that other rows have. Some templates look only whether the key is there.
+    messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
+    text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **kwargs)
+    for m in messages:
+        longest = max(re.findall(r"\w+", m["content"]), key=len, default="")
+        # SmolLM3's takes its switch "/think" out of system messages, and so breaks SYSTEM_PROMPT's "</think>".
+        words = m["content"].split() if m["content"] == SYSTEM_PROMPT else [longest]
+        if m["role"] != "assistant" and not all(word in text for word in words):
+            raise ValueError(f"it leaves out the message of role {m['role']}")
+    return text
+
+
+def is_begun(prompt) -> bool:
+    """Whether chat messages end with the beginning of an answer."""
+    return isinstance(prompt, list) and prompt[-1]["role"] == "assistant"
+
+
+def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_PROMPT, surplus: str = "",
+                  thinking: str = "auto") -> tuple[str, bool]:
+    """A string or chat messages -> (text for the model, whether a chat template wrote it).
+
+    A last message of the assistant is the beginning of the answer, which the model continues.
+
+    default: the system message where system_prompt is empty.
+    surplus: what to leave off where a template ends the prompt with it (`answer_form`).
+    thinking: on or off: whether the template is asked to let the model think. auto: on if there is a default and no
+        system_prompt (the messages may bring their own); otherwise it does what it does unasked.
+    """
+    if system_prompt == "none":
+        system_prompt = default = ""
+    if isinstance(prompt, str) and prompt.lstrip().startswith(special_tokens(tokenizer)):
+        return prompt, False  # a template has been applied to the data already, perhaps without its BOS
+    if isinstance(prompt, str) and not tokenizer.chat_template:
+        return f"{system_prompt}\n\n{prompt}" if system_prompt else prompt, False
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if messages[0]["role"] != "system" and (system_prompt or default):
+        messages = [{"role": "system", "content": system_prompt or default}, *messages]
+    begun = is_begun(messages)
+    if not tokenizer.chat_template:
+        turns = [f"{m['role'].capitalize()}: {m['content']}" for m in messages]
+        return "\n\n".join(turns if begun else [*turns, "Assistant:"]), False
+    asked = {}
+    if thinking != "auto" or default and not system_prompt:
+        # Qwen3's, DeepSeek's and MiniMind's names for it. Without them, some templates close <think> at once.
+        asked = dict.fromkeys(("enable_thinking", "thinking", "open_thinking"), thinking != "off")
+    ways = [messages]
+    if messages[0]["role"] == "system" and len(messages) > 1:
+        # Some templates (Gemma's) have no system role: put its text in front of the first message.
+        first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
+        ways.append([first, *messages[2:]])
+    for messages in ways:
+        try:
+            text = apply_template(tokenizer, messages, add_generation_prompt=not begun, continue_final_message=begun,
+                                  **asked)
+            return text if begun else text.removesuffix(surplus), True
+        except Exception as error:  # templates are programs
+            problem = error
+    raise UserError(f"{tokenizer.name_or_path}: the chat template refuses a prompt: {problem} "
+                    f"({messages[-1]['content'][-80:]!r})") from problem
+
+
+def answer_form(tokenizer) -> tuple[str, str, list[int]]:
+    """How a chat template writes an answer that is given, beside its prompt for a new one -> (surplus, lead, tail):
+
+    surplus   what the prompt ends with, but loses before a given answer: R1's and Qwen3.5's <think>
+    lead      what a given answer then has in front: Qwen3's empty thought
+    tail      the tokens after the answer: a special one, which may be another than the EOS (Gemma's <end_of_turn>), and
+              what follows it, often a newline
+    """
+    question, answer = {"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Good evening."}
+    try:
+        prompt, _ = render_prompt([question], tokenizer, "none")
+        text = apply_template(tokenizer, [question, answer])
+    except Exception:  # there is no template, or it refuses these messages
+        return "", "", [tokenizer.eos_token_id]
+    before, _, after = text.rpartition(answer["content"])
+    # A thought that prompt and answer both open (Qwen3.5's) or both have empty (MiniMind's; DeepSeek-V3.1's is a mere
+    # </think>) counts as the answer's, which may have one of its own. No tag is cut in two: "<think>" and "</think>"
+    # (GLM-4.7's) share "<".
+    shared = re.sub(r"(<think>\s*)?(</think>\s*)?$|<[^<>\s]*$", "", os.path.commonprefix([prompt, before]))
+    if question["content"] not in shared:  # they part before the answer: nothing to compare
+        prompt = before = shared
+    ids = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
+    token = tokenizer.added_tokens_decoder.get(ids[0]) if ids else None
+    return prompt[len(shared):], before[len(shared):], ids if token and token.special else [tokenizer.eos_token_id]
+
+
+def thought_opening(surplus: str) -> str:
+    """How a thought begins, in the text that a template ends a prompt with (`answer_form`) or, if that has none, most
+    often."""
+    return surplus if surplus.rstrip().endswith("<think>") else "<think>\n"
+
+
+def turn_end(tokenizer) -> int:
+    """The token that ends an answer: the special token that the chat template puts after one, or else EOS."""
+    return answer_form(tokenizer)[2][0]
+
+
+def pad_unlike_eos(tokenizer) -> int:
+    """If the pad token is one that ends answers, choose another one. Returns its id.
+
+    transformers reads a score at the last token that is not padding, which has to be the EOS. Decoding leaves the pad
+    token out, so it becomes another special token or, without one, a rare token: the last of the vocabulary.
+    """
+    ends = tokenizer.eos_token_id, turn_end(tokenizer)
+    if tokenizer.pad_token_id in ends:
+        special = sorted(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+        other = next(i for i in (*special, *reversed(range(len(tokenizer)))) if i not in ends)
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(other)
+    return tokenizer.pad_token_id
+
+
+def encode_answers(tokenizer, given: list[tuple[tuple[str, bool], list[int], str, bool]], lead: str) -> list[list[int]]:
+    """Token ids of answers as they follow their prompts. given: each prompt as rendered, its token ids, the answer, and
+    whether the prompt has begun it.
+
+    lead: what a template puts before an answer (`answer_form`). An answer with a thought of its own gets no empty one.
+    Each is tokenized together with its prompt, since SentencePiece tokenizers put a space before a text that stands
+    alone. Only where the two merge at the seam, so that the prompt gets other tokens, does the answer stand alone.
+    """
+    answers = []
+    for (_, templated), _, answer, begun in given:
+        has_thought = answer.lstrip().startswith("<think>")
+        front = re.split("</?think>", lead)[0] if has_thought else lead  # what is before a thought: GLM-4.5's newline
+        answers.append(front + answer.lstrip() if templated and not begun else answer)
+    whole = encode(tokenizer, [(text + answer, templated) for ((text, templated), *_), answer in zip(given, answers)])
+    return [ids[len(prompt):] if ids[:len(prompt)] == prompt
+            else tokenizer(answer, add_special_tokens=False)["input_ids"]
+            for ids, (_, prompt, *_), answer in zip(whole, given, answers)]
+
+
+def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT,
+                   surplus: str = "") -> list:
+    """Fill in `prompt_ids`; leave out prompts that are empty or too long (--max_prompt_tokens, or what the context
+    leaves beside completions), and say how many. Collective. Raises UserError if none is left, or if ranks differ.
+
+    problems: Problems or Preferences. what: the flag that they come from, for messages.
+    """
+    # Preferences have answers, which a template writes with or without a thought as they are.
+    texts = [render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt, surplus,
+                           "auto" if isinstance(problem, Preference) else cfg.thinking) for problem in problems]
+    for problem, (text, templated), ids in zip(problems, texts, encode(tokenizer, texts)):
+        if cfg.model == "tiny" and tokenizer.unk_token_id in ids:
+            raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}: set --model")
+        problem.prompt_ids, problem.rendered = ids, (text, templated)
+        if isinstance(problem, Preference):
+            problem.begun = is_begun(problem.prompt)
+        elif is_begun(problem.prompt):
+            problem.begun = problem.prompt[-1]["content"]
+            problem.opening = "".join(problem.begun.partition("<think>")[1:])
+        elif text.rstrip().endswith("<think>"):  # as reasoning models' templates do
+            problem.opening = text[text.rindex("<think>"):]
+        if isinstance(problem.prompt, list):
+            problem.prompt = text
+    limit = min(cfg.max_prompt_tokens, tokenizer.model_max_length - getattr(cfg, "max_new_tokens", 1))
+    kept = [problem for problem in problems if 0 < len(problem.prompt_ids) <= limit]
+    checksum(kept, what)  # refuses other rows on another machine
+    say_left_out(what, problems, kept, f"prompts that are empty or longer than {limit} tokens (--max_prompt_tokens, or "
+                 "the context less --max_new_tokens)")
+    if kept and cfg.model != "tiny":  # a wrong column, or a template that stands twice, shows at a glance
+        answer = kept[0].answers[0] if isinstance(kept[0], Preference) else kept[0].answer
+        end, known = tokenizer.decode(kept[0].prompt_ids)[-100:], f", its answer is {answer!r:.100}" if answer else ""
+        system = ""
+        if default_system_prompt and default_system_prompt in kept[0].rendered[0]:
+            system = " with a system prompt that asks for <think> and <answer> (--system_prompt none: without)"
+        say(f"{what}: {len(kept)} rows{system}; the first prompt ends with {end!r}{known}")
+    return kept
+
+
+def say_left_out(what: str, rows: list, kept: list, which: str) -> list:
+    """Say how many of the rows are left out, and which, and return those that are kept. UserError if none is."""
+    if not kept and rows:
+        raise UserError(f"{what}: no rows left: it has only {which}")
+    if len(kept) < len(rows):
+        say(f"{what}: left out {len(rows) - len(kept)} of {len(rows)} {which}")
+    return kept
+
+
+def checksum(items: list, what: str) -> int:
+    """A checksum of what a run reads of its Problems or Preferences, in their order. Collective.
+
+    what: the flag that they come from. Raises UserError if the ranks' items differ: they would wait for each other.
+    """
+    total, names = 0, ("answer", "answer_ids", "scores", "margin")
+    for item in items:
+        read = getattr(item, "prompt_ids", item), *(getattr(item, name, None) for name in names)
+        total = zlib.crc32(repr(read).encode(), total)
+    if len(set(gather_in_order([total]))) > 1:
+        raise UserError(f"{what}: holds other rows, or the model another tokenizer, on another machine")
+    return total
+
+
+class Shuffled:
+    """Endless passes over `items`, each in its own seeded order. `position` is all that --resume needs.
+
+    `items` must not change. For another order, override `order`: a permutation for each epoch, always the same one. To
+    change the data in the middle of a run, draw from two of these, and keep the second's position in `run.extra`.
+    Collective. Raises UserError if the ranks' items differ.
+    """
+
+    def __init__(self, items: list, seed: int):
+        self.items, self.seed, self.position = items, seed, 0
+        self.checksum = checksum(items, "--data")  # --resume refuses other ones
+
+    def next(self, count: int) -> list:
+        """The next `count` items; the same on every rank."""
+        places = [divmod(p, len(self.items)) for p in range(self.position, self.position + count)]
+        self.position += count
+        orders = {epoch: self.order(epoch) for epoch, _ in places}
+        return [self.items[orders[epoch][i]] for epoch, i in places]
+
+    def first(self, count: int) -> list:
+        """The distinct ones among the first `count` items, without moving on."""
+        return self.items if count >= len(self.items) else [self.items[i] for i in self.order(0)[:count]]
+
+    @functools.lru_cache(2)  # a million rows take 18 ms to shuffle
+    def order(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self.items))
+
+
+Batch = collections.namedtuple("Batch", "input_ids attention_mask mask")  # the shapes are those of Rollout
+
+
+def collate(prompts: list[list[int]], completions: list[list[int]], pad_id: int, device="cpu") -> Batch:
+    """Left-pad prompts, right-pad completions: input_ids [N, L+T], attention_mask [N, L+T], mask [N, T] (bool)."""
+    L, T = max(map(len, prompts)), max(map(len, completions))
+    ids, real = np.full((len(prompts), L + T), pad_id), np.zeros((len(prompts), L + T), int)  # faster than lists
+    for i, (p, c) in enumerate(zip(prompts, completions)):
+        ids[i, L - len(p):L + len(c)], real[i, L - len(p):L + len(c)] = p + c, 1
+    input_ids, attention_mask = (torch.as_tensor(x, device=device) for x in (ids, real))
+    return Batch(input_ids, attention_mask, attention_mask[:, L:].bool())
+
+
+# --------------------------------------------------------------------------------------------- preference data
+
+@dataclass
+class Preference:
+    """A prompt and K ≥ 2 answers to it, best first. Rows with `chosen` and `rejected` have K = 2."""
+    prompt: str
+    prompt_ids: list[int]
+    answers: list[str]
+    answer_ids: list[list[int]]   # each ends with its EOS (`turn_end`); in dpo.py not if it was cut
+    scores: list[float]           # falling; equal ones are a tie and make no pair
+    margin: float = 0.0           # optional `margin` of a row: by how much r⁺ should exceed r⁻
+    ref_logprobs: torch.Tensor | None = None  # [K] of the answers under the reference, once dpo.py has computed them
+    rendered: tuple = ()          # (text, whether a chat template wrote it) of the prompt
+    begun: bool = False           # whether the prompt ends with the beginning of the answers
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The numbers of a better and a worse answer: K(K − 1)/2 pairs, less the ties."""
+        both = itertools.combinations(range(len(self.scores)), 2)
+        return [(i, j) for i, j in both if self.scores[i] > self.scores[j]]
+
+    def split(self) -> list["Preference"]:
+        """One preference of two answers for each pair."""
+        return [Preference(self.prompt, self.prompt_ids, [self.answers[i], self.answers[j]],
+                           [self.answer_ids[i], self.answer_ids[j]], [1.0, 0.0], self.margin) for i, j in self.pairs]
+
+
+def read_preferences(data: str, split: str = "train") -> list[Preference]:
+    """Rows `prompt`, `chosen`, `rejected`; or whole dialogues without `prompt`; or `prompt`, `responses` (best first).
+
+    Optional `scores` order the responses, and may tie. Not yet encoded. Rows that teach nothing, because their answers
+    are equal or tie (also by `tie: true`, `status: "tie"`, `margin: 0` or equal RATINGS), are left out, with a line
+    that says how many.
+    """
+    source = str(build_tiny_preferences(data, split)) if is_built_in(data) else data
+    preferences = []
+    for row, place in read_rows(source, split):
+        try:
+            preferences.append(read_preference(row))
+        except ValueError as error:
+            raise UserError(f"{place}: {error}") from None
+    return say_left_out(data, preferences, [p for p in preferences if p], "rows whose answers are equal or tie")
+
+
+def prompt_and_answers(row: dict) -> tuple:
+    """The prompt of a preference's row (a string or chat messages), its answers, and their scores: None if they stand
+    best first. A malformed row raises ValueError."""
+    prompt, answers, scores = row_prompt(row), [row.get("chosen"), row.get("rejected")], None
+    if not all(answers) and row.get("responses"):
+        answers, scores = row["responses"], row.get("scores")
+        unread = [name for name, value in row.items()
+                  if isinstance(value, list) and re.search("scor|rating|rank|reward", name)]
+        if scores is None and unread:
+            raise ValueError(f"{unread[0]} beside responses: want scores, higher for better ones, or responses that "
+                             "stand best first and nothing else that could order them")
+    if not isinstance(answers, list) or len(answers) < 2 or not all(map(is_prompt, answers)):
+        raise ValueError("want chosen and rejected, or a list of responses: two or more, text or messages; it "
+                         f"has {columns(row)}")
+    if prompt is not None and not is_prompt(prompt):
+        raise ValueError("want a prompt (text, or messages with role and content)")
+    if all(isinstance(answer, list) for answer in answers):
+        prompt = prompt_of_conversations(answers, row, prompt)
+    answers = [answer if isinstance(answer, str) else with_thought(answer[-1]) for answer in answers]
+    if prompt is None:  # whole dialogues as text: "Human: hi Assistant: hello" and "Human: hi Assistant: go away"
+        shared = re.match(".*[Aa]ssistant:", os.path.commonprefix(answers), re.S)
+        if not shared:
+            raise ValueError("no prompt, question or problem, and the answers are not dialogues that share a turn up "
+                             f"to 'Assistant:'; it has {columns(row)}")
+        prompt, answers = shared[0], [answer[shared.end():] for answer in answers]
+    return prompt, answers, scores
+
+
+def prompt_of_conversations(conversations: list[list[dict]], row: dict, prompt) -> str | list[dict] | None:
+    """All turns before the last, which is the answer. A `prompt` beside them may be one of these turns, or all of them,
+    or what comes before the first."""
+    if any(turns[-1].get("tool_calls") for turns in conversations):
+        raise ValueError("an answer has tool_calls, which are not read: want text in its content")
+    talks = [[(turn["role"], turn["content"].strip()) for turn in turns] for turns in conversations]
+    if any(talk[:-1] != talks[0][:-1] for talk in talks):
+        raise ValueError("want conversations that share all but their last turns")
+    if any(talk[-1][0] in ("user", "system") for talk in talks):
+        raise ValueError("want conversations that end with an answer")
+    before, texts = conversations[0][:-1], [text for _, text in talks[0][:-1]]
+    known = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    if known and before and before[0]["role"] == "assistant" and known[-1]["content"].strip() not in texts:
+        return known + before
+    if len(before) <= len(known):
+        return prompt
+    # A system message that only the prompt or the `system` column has goes in front.
+    system = [turn for turn in (known or system_turn(row))[:1]
+              if turn["role"] == "system" and before[0]["role"] != "system"]
+    return system + before
+
+
+def with_thought(message: dict) -> str:
+    """The text of an answer, and before it the thought that vLLM and others keep under a key of its own."""
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    begun = f"<think>\n{thought.strip()}\n</think>\n\n" if isinstance(thought, str) and thought.strip() else ""
+    return begun + message["content"]
+
+
+# What UltraFeedback's and Argilla's versions call the scores of the two answers
+RATINGS = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating"),
+           ("chosen-rating", "rejected-rating"))
+
+
+def read_preference(row: dict) -> Preference | None:
+    """One row; None if it prefers nothing. A malformed one raises ValueError."""
+    prompt, answers, scores = prompt_and_answers(row)
+    margin = row.get("margin")
+    if margin is not None and not is_number(margin):
+        raise ValueError(f"margin must be a number, not {margin!r:.40}")
+    if scores is None:
+        scores = list(range(len(answers), 0, -1))
+    if not isinstance(scores, list) or len(scores) != len(answers) or not all(map(is_number, scores)):
+        raise ValueError("scores must be as many numbers as there are responses")
+    best = {}  # answer: score, best first; of equal answers the best counts
+    for answer, score in sorted(zip(answers, scores), key=lambda pair: -pair[1]):
+        best.setdefault(answer, float(score))
+    rated = [row.get(chosen) == row.get(rejected) for chosen, rejected in RATINGS if is_number(row.get(chosen))]
+    if row.get("tie") or row.get("status") == "tie" or margin == 0 or any(rated) or len(set(best.values())) == 1:
+        return None
+    return Preference(prompt, [], list(best), [], list(best.values()), float(margin or 0))
+
+
+def is_number(value) -> bool:
+    """Whether it is a finite number: JSON files may have NaN."""
+    return isinstance(value, (int, float, np.integer, np.floating, np.bool_)) and bool(abs(value) < LARGEST)
+
+
+def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str,
+                       ended: bool = False) -> list[Preference]:
+    """Fill in the token ids of prompts and answers, written as the template writes a conversation (`answer_form`).
+    Answers are cut at --max_completion_tokens or where the context ends. Rows that then have no pair are left out.
+
+    ended: a cut answer gets its end in place of its last token, since --reward reads a reward model's scores there. (A
+        policy would learn from such answers to break off.)
+    """
+    surplus, lead, (end, *_) = answer_form(tokenizer)
+    endings = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens([end, tokenizer.eos_token_id])))
+    endings = rf"(({endings})\s*)+$"  # some data has them already
+    kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="", surplus=surplus)
+    for p in kept:
+        # Samples whose prompt had begun a thought only end it, or not even that if they were cut: begin it for them.
+        if any("</think>" in answer.partition("<think>")[0] for answer in p.answers) and p.rendered[1] and not p.begun:
+            p.answers = [answer if "<think>" in answer.partition("</think>")[0] else thought_opening(surplus) + answer
+                         for answer in p.answers]
+    given = [(p.rendered, p.prompt_ids, re.sub(endings, "", answer), p.begun) for p in kept for answer in p.answers]
+    encoded, cut = iter(encode_answers(tokenizer, given, lead)), 0
+    for preference in kept:
+        room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))
+        best = {}  # answers that begin alike may be equal once they are cut: as in `read_preference`, the best counts
+        for answer, score in zip(preference.answers, preference.scores):
+            ids = next(encoded) + [end]
+            if len(ids) > room:
+                cut += 1
+                ids = ids[:room - 1] + [end] if ended else ids[:room]
+            best.setdefault(tuple(ids), (answer, score))
+        preference.answer_ids = [list(ids) for ids in best]
+        preference.answers, preference.scores = map(list, zip(*best.values()))
+    if cut:
+        say(f"{what}: cut {cut} of {len(given)} answers, at --max_completion_tokens or where the context ends")
+    differ = [preference for preference in kept if preference.pairs]
+    checksum(differ, what)  # refuses other answers on another machine
+    return say_left_out(what, kept, differ, "rows whose answers are equal as tokens (--max_completion_tokens?)")
+
+
+def collate_preferences(preferences: list[Preference], pad_id: int, device):
+    """-> (batch, a row for each answer; blocks, the rows of each preference, best first; pairs of rows [pairs, 2])."""
+    prompts = [p.prompt_ids for p in preferences for _ in p.answer_ids]
+    batch = collate(prompts, [ids for p in preferences for ids in p.answer_ids], pad_id, device)
+    rows = iter(range(len(prompts)))
+    blocks = [[next(rows) for _ in p.answer_ids] for p in preferences]
+    pairs = [(block[i], block[j]) for p, block in zip(preferences, blocks) for i, j in p.pairs]
+    return batch, blocks, torch.tensor(pairs, device=device)
+
+
+AT_ONCE = 1000  # preferences to collate together: a whole file, padded, may not fit into memory
+
+
+def of_each_preference(compute, preferences: list[Preference], pad_id: int, device) -> list[torch.Tensor]:
+    """The values [K] of each preference's answers, where `compute(batch, blocks)` gives those [N] of a batch."""
+    values = []
+    for start in range(0, len(preferences), AT_ONCE):
+        batch, blocks, _ = collate_preferences(preferences[start:start + AT_ONCE], pad_id, device)
+        values += compute(batch, blocks).split([len(rows) for rows in blocks])
+    return values
+
+
 # ----------------------------------------------------------------------------------------------------- rewards
 
 def load_reward(cfg, wrong: float = 0.0):
@@ -2814,6 +2218,602 @@ class Run:
             temporary = path.with_suffix(".tmp")
             temporary.write_text(kept)
             os.replace(temporary, path)
+
+
+# ------------------------------------------------------------------------------------------------------ models
+
+# Files that transformers 5 leaves out when it saves a tokenizer; llama.cpp's converter and image servers want them
+UNSAVED_FILES = ("tokenizer.model", "preprocessor_config.json", "processor_config.json")
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False):
+    """The tokenizer of a directory or hub id. If it has no pad token, EOS pads: no mask is made from ids."""
+    if os.path.isdir(f"{name}/model") and os.path.isfile(f"{name}/metrics.jsonl"):
+        raise UserError(f"--model {name}: is the output of a run; its model is {name}/model")
+    with one_line_errors(f"--model {name}: no directory or hub id that has a tokenizer"):
+        if not os.path.isdir(name) and not huggingface_hub.try_to_load_from_cache(name, "config.json"):
+            # Without network this fails at once. The downloads below would retry for half a minute each.
+            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, "config.json"), timeout=30)
+        # For some model types (Qwen2 is one) AutoTokenizer replaces the tokenizer.json by the architecture's own
+        # tokenizer, which may split text differently. The one that came with the model is right.
+        kind = get_tokenizer_config(name, trust_remote_code=trust_remote_code).get("tokenizer_class")
+        if kind in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
+        else:  # mistral_format=False: not mistral-common's tokenizer, even where that is installed (vLLM brings it)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, mistral_format=False)
+        file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+        remote = not type(tokenizer).__module__.startswith("transformers.")  # a class that came with the model
+        if (file and isinstance(tokenizer, PreTrainedTokenizerFast) and not remote
+                and not splits_as_its_file(tokenizer, file)):
+            eos = tokenizer.eos_token  # which the architecture's class may know without the files
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
+            tokenizer.eos_token = tokenizer.eos_token or eos
+        if not tokenizer("1")["input_ids"]:  # transformers makes up an empty one where a model has no tokenizer
+            raise UserError(f"--model {name}: no tokenizer there")
+        paths = [cached_file(name, file, _raise_exceptions_for_missing_entries=False,
+                             _raise_exceptions_for_connection_errors=False) for file in UNSAVED_FILES]
+        tokenizer.unsaved = {Path(path).name: Path(path).read_bytes() for path in paths if path}  # for `save_model`
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"--model {name}: its tokenizer has no end-of-sequence token, so no completion could end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def splits_as_its_file(tokenizer, file: str) -> bool:
+    """Does it split a text, of a kind that tokenizers split differently, as its tokenizer.json does?"""
+    end = tokenizer.eos_token or ""  # Llama 2's adds a space in front of what follows a special token
+    text = f" In 2023, it's 1+1 =  two.\n\n\tÇa va? 你好:\n    the\n\n\nthe\n(i).x{end}x{end} x"
+    own = tokenizers.Tokenizer.from_file(file)
+    own.no_padding()
+    return tokenizer.encode(text, add_special_tokens=False) == own.encode(text, add_special_tokens=False).ids
+
+
+def load_model(name: str, device: torch.device, trainable: bool = True, cls=AutoModelForCausalLM,
+               trust_remote_code: bool = False, **config_changes):
+    """A model to train (float32 masters) or a frozen one (bfloat16 on CUDA), sharded over the ranks.
+
+    It stays in evaluation mode: with dropout or router noise, the policy that is scored would not be the policy that
+    sampled. Dropout rates are set to 0 as well, since layers that recompute their activations have to be in training
+    mode (`make_optimizer`). Only rank 0 reads the weights; the others receive their shards from it, so that no GPU ever
+    holds the whole model in float32. `saved_dtype` is the checkpoint's own dtype, which `save_model` writes.
+    """
+    errors = f"--model {name}: not a model that transformers can load"
+    with one_line_errors(errors):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **config_changes)
+        architecture = "".join(config.architectures or ())
+        if cls is AutoModelForCausalLM and re.search("ForSequenceClassification|ForMaskedLM", architecture):
+            raise UserError(f"--model {name}: {architecture} is a classifier (as reward models are) or an encoder, and "
+                            "no causal language model")
+        if trainable and getattr(config, "quantization_config", None):
+            raise UserError(f"--model {name}: its weights are quantized; to train, take the checkpoint that is not")
+        if cls is AutoModelForSequenceClassification:
+            ensure_classifier(type(config))
+        saved_dtype = config.dtype or torch.float32
+        text_config = config.get_text_config()  # of a model that also reads images, its language part
+        if getattr(text_config, "attn_logit_softcapping", None):  # Gemma 2
+            config._attn_implementation = "eager"  # transformers 5.17 would choose sdpa, which leaves the cap out
+        for key, value in text_config.to_dict().items():
+            if "drop" in key and isinstance(value, float):
+                setattr(text_config, key, 0.0)
+    dtype = torch.float32 if trainable else compute_dtype(device)
+
+    def read_weights():
+        with one_line_errors(errors), torch.random.fork_rng(devices=[]):  # a new head draws random numbers
+            model, report = cls.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True,
+                                                trust_remote_code=trust_remote_code, output_loading_info=True,
+                                                ignore_mismatched_sizes=True)
+            for key, *shapes in sorted(report["mismatched_keys"]):  # by itself, transformers would not say which
+                raise UserError("--model {}: {} is {}, but {} is wanted".format(name, key, *map(list, shapes)))
+            # Missing weights would stay random, which only those of a head that is to be trained may be.
+            if missing := set(report["missing_keys"]) - ({"score.weight"} if trainable else set()):
+                hint = " (is it a reward model?)" if missing == {"score.weight"} else ""
+                raise UserError(f"--model {name}: no weights for {min(missing)}{hint}")
+            if trainable and cls is AutoModelForCausalLM and (unused := report["unexpected_keys"]):
+                say(f"--model {name}: holds weights that its config.json has no place for, such as {min(unused)}")
+            return model
+    model = on_main_rank(read_weights)
+    ties = getattr(text_config, "tie_word_embeddings", False)  # Inkling's has no such field
+    if cls is AutoModelForCausalLM and ties and not from_main_rank(model and is_tied(model)):
+        for part in (config, text_config, *([model.config, model.config.get_text_config()] if model else [])):
+            part.tie_word_embeddings = False
+    if rank() > 0:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):  # DiffLlama draws some numbers all the same
+            model = cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    if cls is AutoModelForSequenceClassification and getattr(getattr(model, "score", None), "out_features", 0) != 1:
+        raise UserError(f"--model {name}: want a sequence classifier with one label, whose head is a layer named score")
+    model.saved_dtype = saved_dtype
+    model.eval().requires_grad_(trainable)
+    if text_config is not config:  # what reads images gets no gradient, and so needs no moments in the optimizer
+        for parameter in set(model.base_model.parameters()) - set(model.get_decoder().parameters()):
+            parameter.requires_grad_(False)
+    return shard(model, device)
+
+
+def is_tied(model) -> bool:
+    """Is the head's weight the embedding's? Where a checkpoint has two that differ, transformers does not tie them,
+    whatever config.json says; other programs, and a model on the meta device, would."""
+    head = model.get_output_embeddings()
+    return head is None or head.weight is model.get_input_embeddings().weight
+
+
+def ensure_classifier(config_class) -> None:
+    """Some language models come without a sequence classifier (Granite, Cohere, OLMoE): put one together for them."""
+    if config_class in MODEL_FOR_CAUSAL_LM_MAPPING and config_class not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        base = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__bases__[0]  # Granite's: GranitePreTrainedModel
+        name = base.__name__.replace("PreTrainedModel", "ForSequenceClassification")
+        prefix = base.base_model_prefix or "model"  # Llama 4 leaves it empty
+        # __module__: transformers would take a class of this module for custom code, and then neither set up
+        # Falcon-H1's unsaved buffers nor rename Dory's weights.
+        classifier = type(name, (GenericForSequenceClassification, base),
+                          {"base_model_prefix": prefix, "__module__": base.__module__})
+        # transformers 5.17's `register` does nothing for a config of its own
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING._extra_content[config_class] = classifier
+
+
+def model_name(cfg) -> str:
+    """--model as from_pretrained takes it."""
+    return build_tiny_model(cfg.data) if cfg.model == "tiny" else cfg.model
+
+
+def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_changes):
+    """--model -> (model to train, tokenizer), after checking that the two fit."""
+    if cfg.model == "tiny" and getattr(cfg, "max_new_tokens", 0) >= TINY_CONTEXT:  # before it is built
+        raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of tiny is {TINY_CONTEXT} tokens")
+    name = model_name(cfg)
+    tokenizer = load_tokenizer(name, cfg.trust_remote_code)
+    policy = load_model(name, device, cls=cls, trust_remote_code=cfg.trust_remote_code, **config_changes)
+    check_vocabulary(name, tokenizer, policy)
+    context = context_length(policy)
+    if getattr(cfg, "max_new_tokens", 0) >= context:
+        raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
+    if context < math.inf:  # what the tokenizer says may be less, as for R1's distilled models, and is only a default
+        tokenizer.model_max_length = context
+    if policy.can_generate():  # `generate` must stop where `sample` does; Qwen2.5's base models list no end of a turn
+        config, file = policy.generation_config, Path(name, "generation_config.json")
+        with one_line_errors(f"--model {name}: its generation_config.json is not usable"):
+            if file.exists():
+                json.loads(file.read_bytes())  # transformers ignores a broken one, and with it the EOS that it names
+            config.eos_token_id = sorted({*eos_ids(policy, tokenizer), turn_end(tokenizer)})
+            if not config.do_sample:  # then these have no effect, but transformers would refuse to save them
+                for unused in ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff",
+                               "eta_cutoff"):
+                    setattr(config, unused, None)
+            config.validate(strict=True)  # now, and not when the trained model is saved
+    return policy, tokenizer
+
+
+def check_vocabulary(name: str, tokenizer, model) -> None:
+    """Raise UserError if a token has no row in the model's embedding, but for special ones that its template lacks:
+    Gemma 3 1B's <image_soft_token>, Code Llama's <FILL_ME>, a <pad> (which is replaced by EOS)."""
+    rows = model.config.get_text_config().vocab_size
+    if tokenizer.pad_token_id >= rows:
+        tokenizer.pad_token = tokenizer.eos_token
+    unread = {token for token in special_tokens(tokenizer) if token not in f"{tokenizer.chat_template}"}
+    unread -= {tokenizer.bos_token, tokenizer.eos_token}
+    largest = max(i for token, i in tokenizer.get_vocab().items() if token not in unread)
+    if largest >= rows:
+        raise UserError(f"--model {name}: its tokenizer has ids up to {largest}, its embedding only {rows} rows")
+
+
+def context_length(model) -> float:
+    """How many tokens a row may have; infinite for a model without a limit, such as Mamba."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # Phi-3: a row beyond this would change the positions of its whole batch
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or math.inf
+
+
+def load_reference(cfg, device: torch.device):
+    """A frozen copy of the policy before its first update."""
+    return load_model(model_name(cfg), device, trainable=False, trust_remote_code=cfg.trust_remote_code)
+
+
+def decoder_layers(model) -> torch.nn.ModuleList:
+    """The stack of transformer layers: the ModuleList with the most parameters."""
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """What models compute in. Parameters that train are float32 all the same."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def shard(model, device: torch.device):
+    """FSDP2: each rank keeps a share of every parameter, and gathers one layer at a time to compute with it (or, if the
+    model `is_small`, all at once).
+
+    On CUDA the gathered copy is bfloat16, while shard, gradient and optimizer state stay float32. This is also how a
+    single GPU gets its mixed precision. Gradients are summed over ranks, not averaged, since token weights are global.
+    """
+    if device.type == "cuda":
+        fuse_norms(model)
+    frozen, dtype = not any(parameter.requires_grad for parameter in model.parameters()), compute_dtype(device)
+    if world_size() == 1 and (frozen or dtype == torch.float32):  # there FSDP would take 15% more time for nothing
+        return model.to(device)
+    weights = model.state_dict() if rank() == 0 and world_size() > 1 else {}
+    layers = [] if is_small(model, device) else decoder_layers(model)
+    # The root takes the parameters of layers that share some (Zamba): a parameter can be in one FSDP module only.
+    uses = collections.Counter(id(parameter) for layer in layers for parameter in layer.parameters())
+    own = [layer for layer in layers if all(uses[id(parameter)] == 1 for parameter in layer.parameters())]
+    # Inputs keep the dtype that the model gave them (rotary angles: float32), as they would without FSDP.
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in [*own, model]:
+        fully_shard(module, mp_policy=precision,
+                    reshard_after_forward=frozen or module is not model)  # backward begins with the root: keep it
+        if world_size() > 1:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.11 lacks it
+                # A rank without a gradient for a parameter (an expert that no token chose) sends zeros. Else its
+                # sums would be of fewer parameters than those of other ranks, and mix them up or never end.
+                module.set_reduce_scatter_unused_params(True)
+    if rank() > 0:  # still on the meta device
+        model.to_empty(device=device)
+        model.tie_weights()
+    if world_size() > 1:
+        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        dtypes = from_main_rank([buffer.dtype for buffer in model.buffers()])
+        for buffer, dtype in zip(model.buffers(), dtypes):  # not all are in the state dict: rotary frequencies, for one
+            buffer.data = buffer.to(dtype)  # before transformers 5.24, `from_config` ignores what must stay float32
+            dist.broadcast(buffer, 0)
+        # The generation config says which tokens end a completion, and only rank 0 has read it.
+        model.generation_config = from_main_rank(getattr(model, "generation_config", None))
+    return model
+
+
+def is_small(model, device: torch.device) -> bool:
+    """Can one GPU spare 12 bytes a parameter, a fifth of its memory at most, for all weights and gradients in bfloat16
+    and two float32 copies of the gradients? Then the model is one FSDP module. (With one per layer these exist for a
+    layer at a time, but FSDP's work for each module doubles a short pass: 0.5B, 4,096 tokens, H200.)"""
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return device.type == "cuda" and world_size() == 1 and 12 * size < torch.cuda.mem_get_info(device)[1] / 5
+
+
+def fuse_norms(model):
+    """Let every RMSNorm that is written as Llama's (as most models' are) run as one CUDA kernel instead of eight."""
+    def body(cls):
+        code = getattr(cls.forward, "__code__", None)
+        return code and (code.co_code, code.co_names, code.co_consts)
+    llama = body(LlamaRMSNorm)
+    for module in model.modules():
+        if llama and body(type(module)) == llama:
+            module.forward = types.MethodType(fused_norm, module)
+
+
+def fused_norm(module, hidden):
+    """The forward method of such an RMSNorm: [..., H] -> [..., H]."""
+    return F.rms_norm(hidden, module.weight.shape, module.weight, module.variance_epsilon)
+
+
+def call_gathered(function, model, *args):
+    """function(model, *args), run as FSDP runs a forward pass, so that it sees gathered parameters."""
+    if not isinstance(model, FSDPModule):
+        return function(model, *args)
+    model.work = functools.partial(function, model)  # FSDP wraps methods, by name
+    register_fsdp_forward_method(model, "work")
+    return model.work(*args)
+
+
+@contextlib.contextmanager
+def gathered(model):
+    """Gather all parameters once, so that ranks may call the model a different number of times: no call is collective.
+
+    FSDP's hooks are taken off meanwhile: they cost a decoding step 0.1 ms a layer, and they wait for other streams,
+    which is not allowed while a CUDA graph is captured.
+    """
+    with contextlib.ExitStack() as afterwards:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                afterwards.callback(module.reshard)
+                for name in ("_forward_pre_hooks", "_forward_hooks"):
+                    afterwards.callback(setattr, module, name, getattr(module, name))
+                    setattr(module, name, collections.OrderedDict())
+        yield
+
+
+def save_model(model, tokenizer, directory: Path) -> None:
+    """Write what from_pretrained, vLLM and TGI load, in the dtype the model came in. Collective; all or nothing."""
+    # gathered one at a time into rank 0's CPU memory: no GPU ever holds the whole model
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    distinct = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied weight has one name here
+    exact = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())  # such as an expert router's biases
+    weights = {name: tensor for name, tensor in weights.items() if name in distinct}
+    dtype = getattr(model, "saved_dtype", model.dtype)  # if `load_model` has loaded it, that of the file
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not any(part in name for part in exact):
+            weights[name] = tensor.to(dtype)
+
+    def fill(folder):
+        model.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["dtype"] = str(dtype).removeprefix("torch.")  # save_pretrained wrote the masters'
+        if type(model.config).__module__.startswith("transformers."):  # then no code of the model's own lies beside it
+            config.pop("auto_map", None)
+        config.get("text_config", config).update(rotary_settings_4(model.config))
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        path = folder / "tokenizer_config.json"  # transformers 4 refuses the newer names; 5 reads both
+        text = path.read_text("utf-8").replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
+        settings = json.loads(text.replace('"extra_special_tokens": [', '"additional_special_tokens": ['))
+        for name, content in getattr(tokenizer, "unsaved", {}).items():
+            (folder / name).write_bytes(content)
+            if name == "tokenizer.model":  # without these, llama.cpp would split added tokens and add a BOS
+                settings["added_tokens_decoder"] = {
+                    i: token.__getstate__() for i, token in tokenizer.added_tokens_decoder.items()}
+                settings["add_bos_token"] = tokenizer("1")["input_ids"][0] == tokenizer.bos_token_id
+        path.write_text(json.dumps(settings, indent=2) + "\n")
+    on_main_rank(lambda: write_directory(directory, fill))
+
+
+def rotary_settings_4(config) -> dict:
+    """A model's rotary settings under the names of transformers 4, on which some engines build. Without them such an
+    engine takes defaults, such as a base of 10,000, and says nothing."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # Gemma 3 has others for its sliding windows
+    settings = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    if rope.get("rope_type") == "longrope":  # Phi-3, which refuses any other field here
+        settings["rope_scaling"] = {"type": "longrope", "long_factor": rope["long_factor"],
+                                    "short_factor": rope["short_factor"]}
+    elif rope.get("rope_type", "default") != "default":
+        settings["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+    return settings
+
+
+def write_directory(directory: Path, fill, replace: bool = True) -> None:
+    """Fill a temporary directory with `fill(path)`, flush it to disk, and rename it to `directory`.
+
+    replace=False is for processes that may build the same thing at once: the first to finish wins.
+    """
+    old = directory.with_name(f".{directory.name}.old")  # hidden, because a user's own copy may be called model.old
+    temporary = directory.with_name(f".{directory.name}.tmp" if replace else f".{directory.name}.tmp-{os.getpid()}")
+    try:
+        if replace and old.exists() and not directory.exists():  # a process was killed between the two renames below
+            os.rename(old, directory)
+        for path in (temporary, old):  # left by a process that was killed
+            remove(path)
+        temporary.mkdir(parents=True)
+        fill(temporary)
+        for file in filter(Path.is_file, temporary.rglob("*")):
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+        if replace and directory.exists():
+            os.rename(directory, old)
+        os.rename(temporary, directory)
+        with contextlib.suppress(OSError):  # NFS keeps a file that another process has open
+            remove(old)
+    except (OSError, SafetensorError) as error:
+        if replace or not directory.exists():  # else another process was first
+            raise TrainingFailed(f"cannot write {directory}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or directory, if it is there; of a link, not what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------------------ command line
+
+class UserError(Exception):
+    """Something the user can fix: `launch` prints it as one line and exits with code 2."""
+    exit_code = 2
+
+
+class TrainingFailed(UserError):
+    """The run cannot continue, and the command line is not to blame: exit code 1."""
+    exit_code = 1
+
+
+@contextlib.contextmanager
+def one_line_errors(what: str, kind: type[UserError] = UserError):
+    """Turn whatever libraries raise for a wrong name or file into an error of this kind."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except dcp.api.CheckpointException as error:  # it is not a subclass of Exception
+        raise kind(f"{what} ({innermost(error)})") from error
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or textwrap.shorten(str(error), 200) or type(error).__name__
+        raise kind(f"{what} ({reason})") from error
+
+
+def innermost(error: BaseException) -> str:
+    """The first line of an error's root cause, for a message of one line."""
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__
+    if isinstance(error, dcp.api.CheckpointException):  # it holds an error of each rank that failed
+        return innermost(next(iter(error.failures.values()))[0])
+    # An error that comes from another rank has lost its cause. This is what torch.save says of a full disk.
+    hint = " (is the disk full?)" if "unexpected pos" in str(error) else ""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}{hint}"
+
+
+def flag(default, help: str):
+    """A dataclass field that HfArgumentParser turns into `--name`, with its help text. Bounds of numbers: LIMITS."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class RunConfig:
+    """The flags of every script."""
+    model: str = flag("tiny", "tiny (built in), a directory, or a hub id")
+    data: str = flag("arithmetic", "arithmetic[:DIGITS] (built in; tiny learns up to 3), FILE.jsonl[.gz], or a hub "
+                                   "id[:CONFIG[:SPLIT]]")
+    eval_data: str = flag("", "held-out data, in the same forms; arithmetic brings its own")
+    system_prompt: str = flag("", "system message for prompts without one (without a chat template: text before the "
+                                  "prompt). none: no such message. Empty: one that asks for <think> and <answer>, but "
+                                  "none for preferences or for a string without a template")
+    thinking: Literal["auto", "on", "off"] = flag(
+        "auto", "whether a chat template with such a switch (Qwen3's) lets the model think about problems; auto: on "
+                "without --system_prompt, else what it does unasked")
+    max_prompt_tokens: int = flag(1024, "longer prompts are left out, and the script says how many")
+    trust_remote_code: bool = flag(False, "run model code that comes with the checkpoint")
+    output_dir: str = flag("", "metrics.jsonl, model/, checkpoint/ and the rest go here; empty: runs/SCRIPT")
+    overwrite: bool = flag(False, "replace the run that OUTPUT_DIR holds")
+    resume: bool = flag(False, "continue from OUTPUT_DIR/checkpoint")
+    seed: int = flag(0, "seed of data order, sampling and new heads")
+    log_to: Literal["none", "tensorboard", "wandb"] = flag("none", "a second log, beside metrics.jsonl")
+    save_every: int = flag(50, "steps between checkpoints")
+    model_every: int = flag(0, "steps between models that are kept in OUTPUT_DIR/models; 0: only the last, in model/")
+    eval_every: int = flag(20, "steps between evaluations; there is one before the first step and one after the last")
+    eval_samples: int = flag(1, "k: if above 1, also sample k completions per problem, for avg@k and pass@k")
+    micro_batch_tokens: int = flag(4096, "padded tokens per forward and backward pass: lower it when memory runs out")
+    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, 1/3 more time")
+    freeze_layers: float = flag(0.0, "this share of the layers, from the first, does not train (which saves "
+                                     "memory, but little time)")
+    lr_schedule: Literal["constant", "linear", "cosine"] = flag(
+        "constant", "after the warm-up: constant, or falling to 0 by the last update, if all steps make theirs")
+    max_bad_steps: int = flag(5, "updates in a row with a non-finite loss or gradient before the run gives up")
+
+
+LARGEST = 1e30  # rules out infinity
+# The lowest and highest value of a number flag. One that is not listed is at least 1 (int) or 0 (float), or its default
+# where that is lower.
+LIMITS = {
+    "max_grad_norm": (1e-8, LARGEST), "temperature": (1e-8, LARGEST), "beta": (1e-8, LARGEST),
+    "clip_eps": (0, 1), "clip_low": (0, 1), "clip_high": (0, 10), "label_smoothing": (0, 0.5),
+    "freeze_layers": (0, 1), "gamma": (0, 1), "lam": (0, 1), "seed": (0, 2 ** 32 - 1),
+    "warmup_steps": (0, LARGEST), "overlong_buffer": (0, LARGEST), "group_size": (2, 10 ** 6),
+    "prompts_per_step": (1, 10 ** 6), "pairs_per_step": (1, 10 ** 6), "eval_samples": (1, 10 ** 6),
+    "updates_per_batch": (1, 10 ** 6), "missing_eos_score": (-LARGEST, LARGEST),
+}
+
+
+def parse_config(Config, args: list[str]):
+    """Flags, or a YAML/JSON file followed by further flags -> Config. Raises UserError."""
+    parser = HfArgumentParser(Config, allow_abbrev=False, exit_on_error=False)
+    if args and re.fullmatch(r"[^-].*\.(ya?ml|json)", args[0]):
+        with one_line_errors(f"{args[0]}: want a YAML or JSON mapping from flag names to values"):
+            import yaml
+            read = json.loads if args[0].endswith(".json") else yaml.safe_load
+            settings = read(Path(args[0]).read_bytes())
+            if several := [name for name, value in settings.items() if isinstance(value, (list, dict))]:
+                raise UserError(f"{args[0]}: {several[0]}: want a single value")
+            args = [f"--{name}" if value is True and str(name).startswith("no_")  # such a flag takes no value
+                    else f"--{name}={value}" for name, value in settings.items() if value is not None] + args[1:]
+    try:
+        cfg, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
+    except argparse.ArgumentError as error:  # its argument_name: --save_every/--save-every
+        raise UserError(f"{error.argument_name.split('/')[0]}: {error.message}") from None
+    if unknown:
+        if re.fullmatch(r"[^-].*\.(ya?ml|json)", unknown[0]):
+            raise UserError(f"{unknown[0]}: a file of flags has to come first")
+        nearest = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), vars(cfg), n=1)
+        advice = f", did you mean --{nearest[0]}?" if nearest else "; see --help"
+        raise UserError(f"unknown flag {unknown[0]}{advice}")
+    return cfg
+
+
+def check_config(cfg) -> None:
+    """Raise UserError for impossible values, whether they come from flags or from Python."""
+    for setting in fields(cfg):
+        name, kind, value = setting.name, setting.type, getattr(cfg, setting.name)
+        if get_origin(kind) is Literal:
+            if value not in get_args(kind):
+                raise UserError(f"--{name} {value}: must be one of {', '.join(get_args(kind))}")
+        elif not isinstance(value, (int, float) if kind is float else kind):  # possible from Python alone
+            raise UserError(f"--{name} {value!r}: must be of type {kind.__name__}")
+        elif kind is str and re.search("[\ud800-\udfff]", value):
+            raise UserError(f"--{name} {value!r}: is not UTF-8")
+        if kind in (int, float):
+            low, high = LIMITS.get(name, (min(getattr(type(cfg), name, 1), 1 if kind is int else 0), LARGEST))
+            if not low <= value <= high:  # NaN fails this too
+                wanted = f"between {low} and {high}" if high < 10 ** 6 or value > high else f"at least {low}"
+                raise UserError(f"--{name} {value}: must be {'above 0' if low == 1e-8 and not value > 0 else wanted}")
+    if getattr(cfg, "minibatches", 1) > getattr(cfg, "prompts_per_step", 1) * getattr(cfg, "group_size", 1):
+        raise UserError(f"--minibatches {cfg.minibatches}: more than the completions of a step")
+    # A buffer longer than --max_new_tokens would punish even an empty completion. Only up to the default may it be so.
+    if hasattr(cfg, "overlong_buffer") and cfg.overlong_buffer > max(cfg.max_new_tokens, type(cfg).overlong_buffer):
+        raise UserError(f"--overlong_buffer {cfg.overlong_buffer}: more than --max_new_tokens {cfg.max_new_tokens}")
+
+
+def warn_of_defaults(cfg) -> None:
+    """Say which flags of a real model's run still have a default that suits the tiny model."""
+    sizes = ["lr", "value_lr", "overlong_buffer"]
+    if getattr(cfg, "on_policy", True) or cfg.eval_problems or is_built_in(cfg.data):  # else dpo.py samples nothing
+        sizes.append("max_new_tokens")
+    defaults = [f"--{size} {value}" for size, value in vars(cfg).items()
+                if size in sizes and value == getattr(type(cfg), size, None)]
+    if defaults and cfg.model != "tiny":
+        say(f"{', '.join(defaults)}: these values suit the tiny model; README.md has a real model's")
+
+
+def launch(main, Config) -> None:
+    """Run a script: parse its flags and call `main(cfg)`. A UserError becomes one line on stderr and an exit code."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if not huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS:
+        huggingface_hub.utils.enable_progress_bars()  # a download takes long; these went off with the others
+    huggingface_hub.utils.logging.set_verbosity_error()
+    sys.stderr.write, sys.stderr.flush = outliving_reader(sys.stderr.write), outliving_reader(sys.stderr.flush)
+    try:
+        main(parse_config(Config, sys.argv[1:]))
+        leave()
+    except KeyboardInterrupt:  # before `Run.start`, which leaves signals to `Run.note_signal`: nothing to save yet
+        leave(130, together=False)
+    except Exception as error:
+        text = str(error) if isinstance(error, (UserError, RuntimeError)) else ""
+        text = re.sub("^--reward .*", "", text, flags=re.S)  # it quotes a row, which may hold the words below
+        if deserted := re.search("gloo.* by peer", text):  # "Connection closed by peer"
+            error = TrainingFailed("another process of this run has ended (the last checkpoint, if any, is intact)")
+        elif re.search("out of memory|can't allocate memory", text):  # a GPU's, also to NCCL; the CPU's
+            error = TrainingFailed(f"out of memory {memory_advice(error)} (the last checkpoint, if any, is intact): "
+                                   f"{text.splitlines()[0]}")
+        elif not isinstance(error, UserError):  # a bug
+            if world_size() == 1:
+                raise
+            traceback.print_exc()
+            leave(1, together=False)
+        if deserted or os.environ.get("LOCAL_RANK", "0") != "0":
+            # Most errors reach all ranks, and rank 0 reports them: when it exits, torchrun ends this process. One that
+            # is still there after this wait has an error of its own.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(15)
+        tqdm.write(f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        leave(error.exit_code, together=False)
+
+
+def leave(code: int = 0, together: bool = True) -> None:
+    """Exit; if together, once every rank has got here, since by then all is saved."""
+    if world_size() > 1:
+        if together:
+            dist.barrier()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # a rank that shuts gloo down while others still do is sometimes aborted
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(code)
+
+
+def outliving_reader(method):
+    """A stream's method, which now fails silently once nobody reads the stream. Ctrl-C also ends the `tee` that a run
+    is piped into, and the run still has to save."""
+    def call(*args):
+        with contextlib.suppress(OSError):
+            return method(*args)
+    return call
+
+
+def memory_advice(error: BaseException) -> str:
+    """Which phase ran out of memory and which flag helps, judged by the functions in the error's traceback."""
+    functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    phases = {"load_model": "while loading the model: use more GPUs",
+              "answer_logprobs": "in a forward pass: lower --micro_batch_tokens (--resume if there is a checkpoint)",
+              "sample": "while sampling: lower --eval_samples, if this was an evaluation, or start again with a lower "
+                        "--prompts_per_step (dpo.py: --pairs_per_step) or --max_new_tokens",
+              "optimizer_step": "in the optimizer step: use more GPUs, or start again with --freeze_layers"}
+    return next((advice for name, advice in phases.items() if name in functions),
+                "in a forward or backward pass: --resume with a lower --micro_batch_tokens or --gradient_checkpointing")
 
 
 # --------------------------------------------------------------- the built-in model, its problems and rankings
