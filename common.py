@@ -1635,9 +1635,11 @@ def load_reward_model(cfg):
         T, position = batch.mask.shape[1], batch.attention_mask.cumsum(1)
         if cut := int((position[:, -1] > context).sum()):
             say(f"--reward {cfg.reward}: cut {cut} of {len(position)} sequences where its context ends")
-        # Where the prompt alone leaves no room, its beginning is cut instead, or all its answers would score the same.
+        # Where the prompt leaves room for no more than the tail, its beginning is cut instead, or all its answers would
+        # score the same.
         prompt = position[:, -T - 1:-T]  # [N, 1] tokens of each prompt
-        unread = torch.minimum(position[:, -1:] - context, prompt - 1) * (prompt >= context) if cut else 0
+        fills = prompt + len(tail) >= context
+        unread = torch.minimum(position[:, -1:] - context, prompt - 1) * fills if cut else 0
         kept = batch.attention_mask * (position > unread) * (position <= unread + context)
         last = (kept * position).argmax(1, keepdim=True)  # [N, 1] the column of each last token
         # The tail takes the place of the last tokens: more of them might not fit into the context.

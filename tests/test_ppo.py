@@ -425,16 +425,18 @@ def test_what_does_not_fit_into_a_reward_models_context_is_cut(tmp_path, policy_
             ids[-1] = common.tiny_tokenizer().eos_token_id
             torch.testing.assert_close(reward, model.score(model.base_model(ids[None])[0])[0, -1, 0])
     assert "sequences where its context ends" in capsys.readouterr().err
-    config.write_text(json.dumps({**saved, "max_position_embeddings": 7}))
-    rewards, _ = common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
     lengths = [len(problem.prompt_ids) for problem in problems for _ in range(4)]
-    assert {length >= 7 for length in lengths} == {True, False}
-    for ids, mask, length, reward in zip(rollout.input_ids, rollout.attention_mask, lengths, rewards.flatten()):
-        ids = ids[mask.bool()]
-        start = min(len(ids) - 7, length - 1) if length >= 7 else 0
-        ids = ids[start:start + 7].clone()
-        ids[-1] = common.tiny_tokenizer().eos_token_id
-        torch.testing.assert_close(reward, model.score(model.base_model(ids[None])[0])[0, -1, 0])
+    assert set(lengths) == {5, 7}
+    for context in (7, 8):  # 8: the prompt of 7 would leave room for the end alone
+        config.write_text(json.dumps({**saved, "max_position_embeddings": context}))
+        rewards, _ = common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
+        assert len(set(rewards[1].tolist())) > 1
+        for ids, mask, length, reward in zip(rollout.input_ids, rollout.attention_mask, lengths, rewards.flatten()):
+            ids = ids[mask.bool()]
+            start = min(len(ids) - context, length - 1) if length == 7 else 0
+            ids = ids[start:start + context].clone()
+            ids[-1] = common.tiny_tokenizer().eos_token_id
+            torch.testing.assert_close(reward, model.score(model.base_model(ids[None])[0])[0, -1, 0])
 
 
 def test_copies_of_a_completion_get_one_score(tmp_path, policy_directory, monkeypatch):
