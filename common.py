@@ -1828,8 +1828,8 @@ class Run:
     """
 
     # If --overwrite is interrupted, --resume must find no whole checkpoint, and config.json must still tell whose
-    # directory it is: they are the first and the last to be removed.
-    WRITES = ("checkpoint", "metrics.jsonl", "samples.jsonl", "model", "models", "tensorboard", "config.json")
+    # directory it is: they are the first and the last to be removed. A models/ may be there that is the user's own.
+    WRITES = ("checkpoint", "metrics.jsonl", "samples.jsonl", "model", "models/step-*", "tensorboard", "config.json")
     # All other flags must stay the same when a run is resumed.
     MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "model_every", "eval_data",
                   "eval_problems", "eval_every", "eval_samples", "max_bad_steps", "micro_batch_tokens",
@@ -1873,7 +1873,7 @@ class Run:
             script, flags = saved.get("script"), saved.get("flags")  # a model's config.json has neither
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             raise UserError(f"--output_dir {directory}: {existing} is a file or write-protected")
-        held = [name for name in self.WRITES if (directory / name).exists()]
+        held = [name for name in self.WRITES if any(directory.glob(name))]
         if held and not isinstance(flags, dict):
             raise UserError(f"--output_dir {directory}: holds {held[0]}, but no run that could have written it; "
                             "choose another --output_dir")
@@ -1900,7 +1900,8 @@ class Run:
         """Write config.json. With --overwrite, first remove the `WRITES` of the earlier run."""
         if self.cfg.overwrite:
             for name in self.WRITES:
-                remove(self.directory / name)
+                for path in self.directory.glob(name) if "*" in name else [self.directory / name]:
+                    remove(path)
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         config = {"script": self.script, "id": os.urandom(6).hex(), "flags": vars(self.cfg), "commit": commit or None,

@@ -53,14 +53,18 @@ def test_config_json_says_how_the_run_began(tmp_path, monkeypatch):
 def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path, monkeypatch):
     begin(tmp_path, monkeypatch)
     for name in common.Run.WRITES:
-        path = tmp_path / "run" / name
+        path = tmp_path / "run" / name.replace("*", "7")
+        path.parent.mkdir(exist_ok=True)
         if not path.exists():
             path.write_text("old")
+    (tmp_path / "run" / "models" / "mine").mkdir()
     (tmp_path / "run" / "tensorboard").unlink()
     (tmp_path / "run" / "tensorboard").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
     begin(tmp_path, monkeypatch, overwrite=True)
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [".lock", "checkpoint", "config.json", "notes.txt"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [".lock", "checkpoint", "config.json", "models",
+                                                                    "notes.txt"]
+    assert [p.name for p in (tmp_path / "run" / "models").iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize("removed", range(1, 6))
