@@ -3422,7 +3422,8 @@ def _same_value(a: str, b: str) -> bool:
     if re.fullmatch("[A-Z ]{2,}", a) and re.fullmatch("[A-Z ]{2,}", b):  # capitals are no product: ABC is not CAB
         return False
     (values, error), (others, other_error) = _values(a), _values(b)
-    return all(_close(x, y, max(error, other_error)) for x, y in zip(values, others))
+    constant = len({*values}) == len({*others}) == 1  # no letter counts
+    return all(_close(x, y, max(error, other_error), constant) for x, y in zip(values, others))
 
 
 def _split_unit(text: str) -> tuple[str, str]:
@@ -3440,7 +3441,7 @@ def _split_unit(text: str) -> tuple[str, str]:
     return number, re.sub(r"[\s(){}^]", "", unit)
 
 
-def _close(a, b, error: float = 0.0) -> bool:
+def _close(a, b, error: float = 0.0, constant: bool = False) -> bool:
     """Equal, or apart only by the rounding of floats: \\sin(\\pi) is not quite 0.
 
     error: how far rounding on the way may have put a and b off. At most a millionth of them counts, or
@@ -3448,7 +3449,8 @@ def _close(a, b, error: float = 0.0) -> bool:
     """
     if _bits(a) and _bits(b):
         return a == b
-    nearly_zero = 0 in (a, b) and abs(a + b) > 1e-20  # like \sin(\pi); e^{-x^2} at x = 8 is less
+    # Like \sin(\pi), and in constants its square too. But e^{-x^2} at x = 8 is as small as that.
+    nearly_zero = 0 in (a, b) and (constant or abs(a + b) > 1e-20)
     return cmath.isclose(a, b, rel_tol=1e-12, abs_tol=1e-13 if nearly_zero else min(error, 1e-6 * abs(a)))
 
 

@@ -145,7 +145,7 @@ SAME = [
     ("\\varnothing", "\\emptyset"), ("90 \\text{ square feet}", "90\\text{ ft}^2"),
     ("8 cubic centimeters", "8 cm^3"), ("2(1+3m)", "2+6m"), ("5 \\approx 5.01", "5"),
     ("v_{max}+1", "1+v_{max}"), ("\\frac{v^2_0}{2g}", "\\frac{v_0^2}{2g}"),
-    ("x_iy_i", "y_i x_i"), ("x⁴", "x^4"), ("\\sin(\\pi)", "0"), ("x = -5", "-5"),
+    ("x_iy_i", "y_i x_i"), ("x⁴", "x^4"), ("\\sin(\\pi)", "0"), ("\\sin^2(\\pi)", "0"), ("x = -5", "-5"),
     ("\\text{(C)} or 7", "7, C"), ("x_{12}=5", "5"), ("2 \\text{ logs}", "2"), ("12 tanks", "12"),
     ("2x+4y=6", "x+2y=3"), ("1010_2", "1010_{2}"), ("3:30", "3:30"),
     # m is a unit after a number, but not in a formula
