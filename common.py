@@ -2027,6 +2027,9 @@ class Run:
         lr = schedule.get_last_lr()[0]
         name = next(name for name, (trained, *_) in self.trained.items() if trained is model)
         if math.isfinite(norm) and math.isfinite(loss):
+            for parameter in model.parameters():  # not reached: several ranks get zeros, which move it by its momentum
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
             schedule.step()
             self.bad_steps[name] = 0

@@ -696,6 +696,24 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
         begin(resume=True)
 
 
+def test_a_part_that_an_update_does_not_reach_moves_by_its_momentum(tmp_path, monkeypatch):
+    """As it does with several processes, where such a part has a gradient of zeros (`shard`)."""
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    run, ends = common.Run(grpo.Config(output_dir=str(tmp_path))), []
+    for zeros in (False, True):
+        model = torch.nn.Linear(2, 1, bias=False)
+        model.weight.data[:] = 1.0
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        schedule = transformers.get_constant_schedule(optimizer)
+        run.trained, run.bad_steps = {"policy": (model, optimizer, schedule)}, {}
+        for reached in (True, False, True):
+            if reached or zeros:
+                (model(torch.ones(2)) * reached).sum().backward()
+            run.optimizer_step(model, optimizer, schedule, torch.tensor(0.0))
+        ends.append(model.weight)
+    assert torch.equal(*ends)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 @pytest.mark.parametrize("optimizer_class", [functools.partial(torch.optim.SGD, momentum=0.9), torch.optim.NAdam,
                                              functools.partial(torch.optim.AdamW, amsgrad=True)])
