@@ -1571,8 +1571,8 @@ def load_reward(cfg, wrong: float = 0.0):
         G = len(rollout.completions) // len(problems)
         rows = [problem for problem in problems for _ in range(G)]  # [N]
         scores = model_scores(problems, rollout).tolist() if model_scores else [None] * len(rows)
-        judged, errors, states = [], [], (random.getstate(), np.random.get_state())
-        with torch.random.fork_rng(devices=[]):
+        judged, errors = [], []
+        with random_states_kept():  # else the script's draws would repeat after each call, and differ between ranks
             seed = int(torch.randint(2 ** 31, ()))
             try:
                 for i in my_share(len(rows)):
@@ -1582,8 +1582,6 @@ def load_reward(cfg, wrong: float = 0.0):
                     judged.append(judge(rows[i], rollout.completions[i], scores[i]))
             except UserError as error:
                 errors.append(error)
-        random.setstate(states[0])  # else the script's own draws would repeat after each call, and differ between ranks
-        np.random.set_state(states[1])
         for error in gather_in_order(errors):  # on every rank: raised on one alone, it would leave the others waiting
             raise error
         rewards, correct = zip(*gather_in_order(judged))
@@ -1694,7 +1692,7 @@ def load_reward_function(spec: str):
         sys.modules[module_name] = module  # so that pickle, and with it multiprocessing, finds what the file defines
         dtype = torch.get_default_dtype()
         # Whatever the file changes of these is undone. (Many set a seed.)
-        with contextlib.chdir("."), torch.enable_grad(), torch.random.fork_rng(devices=[]), ctrl_c_blocked():
+        with contextlib.chdir("."), torch.enable_grad(), random_states_kept(), ctrl_c_blocked():
             source.loader.exec_module(module)
         torch.set_default_dtype(dtype)
         torch.set_default_device(None)
@@ -1721,6 +1719,18 @@ def load_reward_function(spec: str):
                             f"and a bool, on row {problem.row!r:.300}")
         return float(reward), bool(reward > 0 if correct is None else correct)
     return checked
+
+
+@contextlib.contextmanager
+def random_states_kept():
+    """Python's, numpy's and torch's random states are afterwards as they were."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 @contextlib.contextmanager

@@ -213,11 +213,11 @@ def test_a_reward_file_is_a_module_whose_parts_can_be_pickled(name, tmp_path):
 
 def test_a_judged_rollout_leaves_the_random_state(tmp_path):
     """Else a caller that draws its batches by `random` would draw the same one after each call."""
-    path = write(tmp_path / "reward.py", "import random\n"
+    path = write(tmp_path / "reward.py", "import numpy, random\nnumpy.random.seed(7)\nrandom.seed(7)\n"
                  "def f(prompt, completion, row): return random.random(), False\n")
-    score = common.load_reward(grpo.Config(reward=f"{path}:f"))
     rollout = common.Rollout(*[torch.ones(1, 1)] * 2, torch.ones(1, 1).bool(), ["2"], torch.ones(1).bool())
     states = random.getstate(), np.random.get_state()[1].tolist()
+    score = common.load_reward(grpo.Config(reward=f"{path}:f"))
     rewards, correct = score([common.Problem("1+1=?", [], "2", {})], rollout)
     assert rewards > 0 and not correct
     assert states == (random.getstate(), np.random.get_state()[1].tolist())
