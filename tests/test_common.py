@@ -1544,6 +1544,13 @@ def test_what_a_reward_function_is_given(tmp_path):
     assert reward == (1.0, True) and isinstance(reward[0], float)
 
 
+@pytest.mark.parametrize("returned", ["(1.0, 0.5)", "(True, 1)", "(1.0, True, 2)", "(float('nan'), True)"])
+def test_a_pair_is_a_number_and_a_bool(returned, tmp_path):
+    judge = common.load_reward_function(reward_function(tmp_path, f"def f(prompt, completion, row): return {returned}\n"))
+    with pytest.raises(common.UserError, match="or a pair of it and a bool"):
+        judge(common.Problem("p", [], "2", {}), "c")
+
+
 def test_a_reward_function_may_import_its_neighbour(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "my_neighbour_module.py").write_text("VALUE = 3.0\n")
