@@ -169,7 +169,7 @@ def main(cfg: Config) -> None:
         found = int(informative_groups(correct).sum())
         if len(groups) < cfg.prompts_per_step:
             common.say(f"step {step}: {found} of {len(batch)} groups are informative, {cfg.prompts_per_step} wanted "
-                       "(informative: right and wrong completions; by a reward of your own, right is above 0)")
+                       "(with right and wrong completions: by a reward of your own, above 0 or as its pair says)")
         rewards += soft_overlong_penalty(rollout.lengths, cfg.max_new_tokens, cfg.overlong_buffer).view_as(rewards)
         loss_mask = rollout.mask & rollout.finished[:, None] if cfg.overlong_filtering else rollout.mask  # [N, T]
 

@@ -1546,7 +1546,8 @@ def test_what_a_reward_function_is_given(tmp_path):
 
 @pytest.mark.parametrize("returned", ["(1.0, 0.5)", "(True, 1)", "(1.0, True, 2)", "(float('nan'), True)"])
 def test_a_pair_is_a_number_and_a_bool(returned, tmp_path):
-    judge = common.load_reward_function(reward_function(tmp_path, f"def f(prompt, completion, row): return {returned}\n"))
+    spec = reward_function(tmp_path, f"def f(prompt, completion, row): return {returned}\n")
+    judge = common.load_reward_function(spec)
     with pytest.raises(common.UserError, match="or a pair of it and a bool"):
         judge(common.Problem("p", [], "2", {}), "c")
 

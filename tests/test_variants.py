@@ -144,8 +144,9 @@ def test_truncated_importance_sampling(gap, factor, patched, monkeypatch, tmp_pa
     assert step.metrics["grad_norm"] == pytest.approx(factor * norm_of_gradient(policy, loss), rel=2e-3)
 
 
-@pytest.mark.parametrize("loss, flags", [(grpo.grpo_loss, (0.2, 0.1)), (dapo.dapo_loss, (0.2, 0.28)),
-                                         (dr_grpo.dr_grpo_loss, (0.2,)), (ppo.ppo_loss, (0.2,)), (ppo.value_loss, (0.2,))])
+@pytest.mark.parametrize("loss, flags", [
+    (grpo.grpo_loss, (0.2, 0.1)), (dapo.dapo_loss, (0.2, 0.28)), (dr_grpo.dr_grpo_loss, (0.2,)),
+    (ppo.ppo_loss, (0.2,)), (ppo.value_loss, (0.2,))])
 def test_weights_may_be_negative(loss, flags):
     """As where a change weighs some tokens against others. Each loss is linear in its weights."""
     logprobs, old, ref, advantages, weights = torch.randn(5, 2, 3)
