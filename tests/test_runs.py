@@ -453,7 +453,7 @@ def test_killed_at_random_and_resumed_the_end_is_bit_equal(script, whole_run, jo
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, code, heard, small, whole_run, tmp_path):
     """Even if nobody reads stderr any more: in `python grpo.py 2>&1 | tee log`, Ctrl-C also ends tee."""
     out, errors = tmp_path / "stopped", tmp_path / "stderr"
-    command = [*small("grpo"), "--save_every", 100, "--output_dir", out]
+    command = [*small("grpo"), "--save_every", 100, "--model_every", 1, "--output_dir", out]
     os.mkfifo(errors)
     descriptor = os.open(errors, os.O_RDONLY | os.O_NONBLOCK)  # otherwise `open` waits for a writer
     os.set_blocking(descriptor, True)
@@ -468,6 +468,8 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, code, he
     assert process.exitcode == code and (not heard or "--resume" in reader.read())
     reader.close()
     assert len(list(out.glob("checkpoint/step-*"))) == 1 and len(read_metrics(out)) < 4
+    # Each step's model is kept, that of the last one too: --resume goes on after it.
+    assert len(list(out.glob("models/step-*"))) == len(read_metrics(out)) - 1
     run_script(*command, "--resume")
     assert_same_outcome(whole_run("grpo"), out)
 

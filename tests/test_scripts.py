@@ -314,14 +314,25 @@ def test_the_defaults_behind_the_numbers_of_the_readme(script, defaults):
 
 @pytest.mark.parametrize("script", GROUP_SCRIPTS)
 def test_the_first_update_needs_no_pass_for_old_log_probs(script, tmp_path, monkeypatch):
-    """Of two minibatches, only the second's rows are read before the first update."""
-    read, compute = [], common.rollout_logprobs
-    monkeypatch.setattr(common, "rollout_logprobs", lambda model, batch, minibatches, *rest: (
-        read.append(sum(map(len, minibatches))), compute(model, batch, minibatches, *rest))[1])
+    """Of two minibatches, only the second's rows are read before the first update. The others' are the sampler's."""
+    module, read, compute = importlib.import_module(script), [], common.rollout_logprobs
+
+    def rollout_logprobs(model, batch, minibatches, *rest):
+        read.append((sum(map(len, minibatches)), batch, compute(model, batch, minibatches, *rest)))
+        return read[-1][2]
+
+    def token_logprobs(*args):  # called by the update
+        if len(read[0]) == 3:
+            _, rollout, old_logprobs = read[0]
+            torch.testing.assert_close(old_logprobs, rollout.logprobs, rtol=1e-4, atol=1e-4)
+            read[0] = read[0][:1]
+        return common.token_logprobs(*args)
+    monkeypatch.setattr(common, "rollout_logprobs", rollout_logprobs)
+    monkeypatch.setattr(module, "token_logprobs", token_logprobs)
     run_script(f"{script}.py", "--steps", 1, "--prompts_per_step", 4, "--group_size", 4, "--minibatches", 2,
                *["--no_dynamic_sampling"] * (script == "dapo"), "--output_dir", tmp_path / "run",
                *on_few_problems(tmp_path))
-    assert read[0] == 8
+    assert read[0] == (8,)
 
 
 @pytest.mark.parametrize("script", [*GROUP_SCRIPTS, "ppo"])
@@ -337,15 +348,17 @@ def test_the_seconds_of_a_step_are_without_its_evaluation(script, tmp_path, monk
 def test_the_table_of_runs(tmp_path, monkeypatch, capsys):
     """Two seeds sample .3 and .6 right: .45 ± .15, as .212/√2 is .15. At each step they are .141 and .283 apart (sample
     std), on average .212."""
-    for seed, accuracies in enumerate(([0.2, 0.4], [0.4, 0.8])):
-        (tmp_path / f"name-{seed}").mkdir()
+    for name, seed, accuracies in (("name-0", 0, [0.2, 0.4]), ("name-1", 1, [0.4, 0.8]), ("rate1e-5", 0, [0.4, 0.8])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"flags": {"seed": seed}}))
         steps = [{"step": 0, "eval_accuracy": 0.5}] + [
             {"step": step, "accuracy": accuracy, "completion_length": 8, "seconds": 2, "tokens_per_second": 500,
              "peak_memory_mb": 100 * step} for step, accuracy in enumerate(accuracies, 1)]
-        (tmp_path / f"name-{seed}" / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
     monkeypatch.setattr(sys, "argv", ["summarize.py", *map(str, sorted(tmp_path.iterdir()))])
     summarize.main()
-    titles, _, row = capsys.readouterr().out.splitlines()
+    titles, _, row, other = capsys.readouterr().out.splitlines()
     assert titles == "| run | seeds | before | after | sampled | length | seconds | 1,000 tokens | peak MB | spread |"
     assert row == ("| name | 2 | 0.500 ± 0.000 | 0.500 ± 0.000 | 0.450 ± 0.150 | 8.0 ± 0.0 | 4 ± 0 | 2 ± 0 | 200 ± 0 "
                    "| 0.212 |")
+    assert other.startswith("| rate1e-5 | 1 |")  # the 5 is not its seed
