@@ -3036,8 +3036,9 @@ _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\
 def extract_answer(text, closed_only: bool = False) -> str | None:
     """The final answer of a completion, or None where it marks none. In order of precedence:
 
-    1. <answer>18</answer>, \\boxed{18}, or a line such as `#### 18`, `# Answer` (18 may follow below), `Answer: 18` or
-       `A: 18`: whichever ends last. Such marks may stand in one another: <answer>\\boxed{18}</answer>.
+    1. <answer>18</answer>, \\boxed{18}, or a line such as `#### 18` (or the end of the last line, behind a sentence),
+       `# Answer` (18 may follow below), `Answer: 18` or `A: 18`: whichever ends last. Such marks may stand in one
+       another: <answer>\\boxed{18}</answer>.
     2. What follows the last <answer>, though it is never closed: samplers that stop at </answer> cut the tag off.
        `sample` does not, so there such an answer was broken off; with `closed_only` it does not count.
     3. "The answer is 18." This is also looked for within 1 and 2 (`Answer: The final answer is 18. I hope so.`) and, if
@@ -3461,6 +3462,7 @@ def _close(a, b, error: float = 0.0, constant: bool = False) -> bool:
 
     error: how far rounding on the way may have put a and b off. At most a millionth of them counts, or
     e^{99} - e^{99} + 5 would be any number.
+    constant: whether a and b come from formulas without letters.
     """
     if _bits(a) and _bits(b):
         return a == b

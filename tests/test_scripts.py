@@ -109,6 +109,17 @@ def test_each_token_may_have_an_advantage_of_its_own(script, rows):
     torch.testing.assert_close(logprobs.grad, -advantages / 6)
 
 
+@pytest.mark.parametrize("loss, flags", [
+    (grpo.grpo_loss, (0.2, 0.1)), (dapo.dapo_loss, (0.2, 0.28)), (dr_grpo.dr_grpo_loss, (0.2,)),
+    (ppo.ppo_loss, (0.2,)), (ppo.value_loss, (0.2,))])
+def test_weights_may_be_negative(loss, flags):
+    """As where a change weighs some tokens against others. Each loss is linear in its weights."""
+    logprobs, old, ref, advantages, weights = torch.randn(5, 2, 3)
+    tensors = (logprobs, old, ref, advantages) if loss is grpo.grpo_loss else (logprobs, old, advantages)
+    torch.testing.assert_close(loss(*tensors, -weights.abs(), *flags)[0], -loss(*tensors, weights.abs(), *flags)[0])
+    assert loss(*tensors, weights.abs(), *flags)[0] != 0
+
+
 @pytest.mark.parametrize("script", GROUP_SCRIPTS)
 def test_a_column_of_advantages_is_read_as_one_per_row(script):
     """[N, 1] would otherwise broadcast to [N, N, T], whose advantages sum to 0: nothing would be learned."""
