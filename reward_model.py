@@ -109,7 +109,7 @@ def evaluate(model, tokenizer, preferences, cfg: Config, device) -> dict[str, fl
 
 
 def complete_config(model, tokenizer, data: common.Shuffled, cfg: Config, device) -> None:
-    """Put into the model's config what those who load the model need, and give the tokenizer a pad token unlike the EOS.
+    """Put into the model's config what those who load the model need; give the tokenizer a pad token that is no EOS.
 
     Only differences of scores have a meaning, so their zero is put at the mean score of the best answers. The head has
     no bias to hold this shift: model/config.json keeps it, and --reward subtracts it.
