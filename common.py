@@ -1845,11 +1845,14 @@ class Run:
                   "eval_problems", "eval_every", "eval_samples", "max_bad_steps", "micro_batch_tokens",
                   "gradient_checkpointing"}
 
+    catches_signals = False  # `launch` sets it. Elsewhere, as in a notebook or a thread, Ctrl-C is not this run's.
+
     def __init__(self, cfg):
         """Check the output directory, join the other ranks, set the seed. Nothing is written before `start`."""
         check_config(cfg)
         self.cfg = cfg
-        self.script = Path(sys.argv[0]).name
+        # The file that holds Config: also where another one, or a notebook, calls its `main`.
+        self.script = Path(getattr(sys.modules[type(cfg).__module__], "__file__", sys.argv[0])).name
         self.directory = Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and self.checkpoints():
             say(f"restarted by torchrun: continuing {self.directory}, as with --resume")  # it repeats the first command
@@ -1988,12 +1991,14 @@ class Run:
         return log
 
     def catch_signals(self):
-        """Have `note_signal` called on Ctrl-C and SIGTERM, until `close`.
+        """Have `note_signal` called on Ctrl-C and SIGTERM, until `close`, if `launch` has started the script.
 
         A process that a reward function forks inherits this, but Process.terminate() has to end it. (Ctrl-C must not:
         `ctrl_c_blocked`.) SIGTERM waits until that is set up: `note_signal` would swallow it in the child, and leaving
         a Pool would hang about one time in fifty.
         """
+        if not self.catches_signals:
+            return
         signal.signal(signal.SIGINT, self.note_signal)
         signal.signal(signal.SIGTERM, self.note_signal)
 
@@ -2145,8 +2150,9 @@ class Run:
         if self.cfg.log_to == "wandb":
             import wandb
             wandb.finish()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.catches_signals:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first. A directory gets such a name only when all of it is on disk."""
@@ -2767,6 +2773,7 @@ def warn_of_defaults(cfg) -> None:
 
 def launch(main, Config) -> None:
     """Run a script: parse its flags and call `main(cfg)`. A UserError becomes one line on stderr and an exit code."""
+    Run.catches_signals = True
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if not huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS:

@@ -291,7 +291,6 @@ def run_script(name: str, flags: list, tick) -> None:
         tick()
     common.Run.end_step = hooked
     with tempfile.TemporaryDirectory() as folder:
-        sys.argv[0] = f"{name}.py"
         forever = [text for flag in ("--steps", "--save_every", "--eval_every") for text in (flag, "100000")]
         with contextlib.suppress(Enough):
             script.main(common.parse_config(script.Config, [*flags, "--output_dir", folder, *forever]))

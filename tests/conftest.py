@@ -39,6 +39,13 @@ def tiny_model(request, builder):
         assert builder.wait() == 0, "the tiny model cannot be built"
 
 
+@pytest.fixture(autouse=True)
+def without_signals(monkeypatch):
+    """What `common.launch` sets in one test does not stay for the next."""
+    import common
+    monkeypatch.setattr(common.Run, "catches_signals", False)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def jobs(request, builder, tmp_path_factory):
     """{job: Future of its result}. Once the tiny model is built, the jobs run one after another in the background."""

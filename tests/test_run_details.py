@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import math
+import os
 import random
 import signal
 import sys
@@ -18,40 +19,33 @@ import grpo
 from helpers import FakeRun, random_model, read_metrics
 
 
-def begin(tmp_path, monkeypatch, **flags):
+def begin(tmp_path, **flags):
     """Start a run of a small linear model whose learning rate halves -> (run, model, optimizer, schedule)."""
-    monkeypatch.setattr(sys, "argv", ["grpo.py"])
     model = torch.nn.Linear(2, 1)
     run = common.Run(grpo.Config(**{"output_dir": str(tmp_path / "run"), "lr": 0.1, **flags}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.5 ** update)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     run.extra = {"scale": 1.0}
-    try:
-        run.start(common.Shuffled([1, 2], 0), policy=(model, optimizer, schedule))
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    run.start(common.Shuffled([1, 2], 0), policy=(model, optimizer, schedule))
     run.bar.close()  # otherwise it is drawn when Python exits
     return run, model, optimizer, schedule
 
 
 def test_the_default_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["grpo.py"])
     monkeypatch.chdir(tmp_path)
     assert common.Run(grpo.Config()).directory == Path("runs/grpo")
 
 
-def test_config_json_says_how_the_run_began(tmp_path, monkeypatch):
-    run = begin(tmp_path, monkeypatch, seed=3)[0]
+def test_config_json_says_how_the_run_began(tmp_path):
+    run = begin(tmp_path, seed=3)[0]
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["flags"], config["script"]) == (vars(run.cfg), "grpo.py")
     assert config["versions"]["torch"] == torch.__version__ and "commit" in config  # null in a copy without .git
     assert (config["processes"], config["device"]) == (1, "cpu")
 
 
-def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path, monkeypatch):
-    begin(tmp_path, monkeypatch)
+def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path):
+    begin(tmp_path)
     for name in common.Run.WRITES:
         path = tmp_path / "run" / name.replace("*", "7")
         path.parent.mkdir(exist_ok=True)
@@ -61,7 +55,7 @@ def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path, monkeypa
     (tmp_path / "run" / "tensorboard").unlink()
     (tmp_path / "run" / "tensorboard").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
-    begin(tmp_path, monkeypatch, overwrite=True)
+    begin(tmp_path, overwrite=True)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [".lock", "checkpoint", "config.json", "models",
                                                                     "notes.txt"]
     assert [p.name for p in (tmp_path / "run" / "models").iterdir()] == ["mine"]
@@ -70,7 +64,7 @@ def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path, monkeypa
 @pytest.mark.parametrize("removed", range(1, 6))
 def test_an_interrupted_overwrite_cannot_be_resumed(removed, tmp_path, monkeypatch):
     """The old run's checkpoint would pass for the new run's. --overwrite itself can be repeated."""
-    begin(tmp_path, monkeypatch)
+    begin(tmp_path)
     remove, done = common.remove, []
 
     def killed(path):
@@ -79,39 +73,39 @@ def test_an_interrupted_overwrite_cannot_be_resumed(removed, tmp_path, monkeypat
         done.append(remove(path))
     monkeypatch.setattr(common, "remove", killed)
     with pytest.raises(KeyboardInterrupt):
-        begin(tmp_path, monkeypatch, overwrite=True)
+        begin(tmp_path, overwrite=True)
     monkeypatch.setattr(common, "remove", remove)
     with pytest.raises(common.UserError, match="--resume: no checkpoint"):
-        begin(tmp_path, monkeypatch, resume=True)
-    begin(tmp_path, monkeypatch, overwrite=True)
+        begin(tmp_path, resume=True)
+    begin(tmp_path, overwrite=True)
 
 
-def test_overwrite_spares_the_reward_model_in_use(tmp_path, monkeypatch):
-    begin(tmp_path, monkeypatch)
+def test_overwrite_spares_the_reward_model_in_use(tmp_path):
+    begin(tmp_path)
     (tmp_path / "run" / "model").mkdir()
     with pytest.raises(common.UserError, match="is in, the run that would be replaced"):
-        begin(tmp_path, monkeypatch, overwrite=True, reward=str(tmp_path / "run" / "model"))
+        begin(tmp_path, overwrite=True, reward=str(tmp_path / "run" / "model"))
 
 
-def test_what_may_change_with_resume_and_what_not(tmp_path, monkeypatch):
-    begin(tmp_path, monkeypatch)
+def test_what_may_change_with_resume_and_what_not(tmp_path):
+    begin(tmp_path)
     may_change = {"micro_batch_tokens": 100, "gradient_checkpointing": True, "eval_samples": 4, "eval_every": 3,
                   "eval_data": "other", "save_every": 7, "model_every": 5, "steps": 900, "max_bad_steps": 9}
-    begin(tmp_path, monkeypatch, resume=True, **may_change)
+    begin(tmp_path, resume=True, **may_change)
     for field in dataclasses.fields(grpo.Config):
         if field.name not in {*may_change, "resume", "overwrite", "output_dir", "log_to"}:
             other = {bool: not field.default, str: "other", int: 2, float: 0.125}.get(
                 field.type, "on" if field.name == "thinking" else "linear")
             with pytest.raises(common.UserError, match=f"--{field.name} was"):
-                begin(tmp_path, monkeypatch, resume=True, **{field.name: other})
+                begin(tmp_path, resume=True, **{field.name: other})
 
 
 def test_a_checkpoint_that_also_holds_what_may_change_now(tmp_path, monkeypatch):
     """As one of an earlier version does."""
     with monkeypatch.context() as earlier:
         earlier.setattr(common.Run, "MAY_CHANGE", common.Run.MAY_CHANGE - {"eval_data"})
-        begin(tmp_path, earlier)
-    begin(tmp_path, monkeypatch, resume=True, eval_data="other")
+        begin(tmp_path)
+    begin(tmp_path, resume=True, eval_data="other")
 
 
 @pytest.mark.parametrize("warmup, said", [(23, False), (24, True)])
@@ -122,17 +116,17 @@ def test_a_run_that_is_all_warm_up_says_so(warmup, said, capsys):
     assert ("--warmup_steps 24: the run has at most 24 updates" in capsys.readouterr().err) == said
 
 
-def test_the_seed_is_that_of_all_random_numbers(tmp_path, monkeypatch):
+def test_the_seed_is_that_of_all_random_numbers(tmp_path):
     drawn = []
     for seed in (1, 2, 1):
-        begin(tmp_path / str(len(drawn)), monkeypatch, seed=seed)
+        begin(tmp_path / str(len(drawn)), seed=seed)
         drawn.append((torch.rand(1).item(), random.random(), np.random.rand()))
     assert drawn[0] == drawn[2] and all(a != b for a, b in zip(*drawn[:2]))
 
 
-def test_a_signal_saves(tmp_path, monkeypatch):
+def test_a_signal_saves(tmp_path):
     """At once, and not only after --save_every steps: the steps since the last checkpoint would be lost."""
-    run = begin(tmp_path, monkeypatch)[0]
+    run = begin(tmp_path)[0]
     run.stop_signal = signal.SIGTERM
     with pytest.raises(SystemExit) as stopped:
         run.end_step(1, {})
@@ -141,7 +135,7 @@ def test_a_signal_saves(tmp_path, monkeypatch):
 
 def test_a_signal_to_one_process_stops_them_all(tmp_path, monkeypatch):
     """After the same step: a process that went on alone would wait for the others."""
-    run = begin(tmp_path, monkeypatch)[0]
+    run = begin(tmp_path)[0]
     monkeypatch.setattr(common, "gather_in_order", lambda mine: [*mine, signal.SIGTERM])  # what the other one has got
     with pytest.raises(SystemExit) as stopped:
         run.end_step(1, {})
@@ -150,8 +144,10 @@ def test_a_signal_to_one_process_stops_them_all(tmp_path, monkeypatch):
 
 def test_signals_are_the_runs_from_its_start_to_its_end(tmp_path, monkeypatch):
     calls = []
+    monkeypatch.setattr(common.Run, "catches_signals", True)  # as `launch` does
+    monkeypatch.setattr(os, "register_at_fork", lambda **kwargs: None)
     monkeypatch.setattr(signal, "signal", lambda *call: calls.append(call))
-    run = begin(tmp_path, monkeypatch)[0]
+    run = begin(tmp_path)[0]
     assert calls[:2] == [(signal.SIGINT, run.note_signal), (signal.SIGTERM, run.note_signal)]
     run.close()
     assert calls[-2:] == [(signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)]
@@ -165,8 +161,8 @@ def test_a_second_signal_ends_at_once(monkeypatch):
     assert run.stop_signal == signal.SIGTERM and handlers == {signal.SIGTERM: signal.SIG_DFL}
 
 
-def test_a_checkpoint_every_so_many_steps_and_after_the_last(tmp_path, monkeypatch):
-    run = begin(tmp_path, monkeypatch, save_every=2, steps=5)[0]
+def test_a_checkpoint_every_so_many_steps_and_after_the_last(tmp_path):
+    run = begin(tmp_path, save_every=2, steps=5)[0]
     saved = []
     for step in range(6):
         run.end_step(step, {})
@@ -174,8 +170,8 @@ def test_a_checkpoint_every_so_many_steps_and_after_the_last(tmp_path, monkeypat
     assert saved == ["step-000000", "step-000000", "step-000003", "step-000003", "step-000005", "step-000006"]
 
 
-def test_all_the_state_comes_back(tmp_path, monkeypatch):
-    run, model, optimizer, schedule = begin(tmp_path, monkeypatch)
+def test_all_the_state_comes_back(tmp_path):
+    run, model, optimizer, schedule = begin(tmp_path)
     run.extra = {"scale": 2.5}
     model(torch.ones(1, 2)).sum().backward()
     run.optimizer_step(model, optimizer, schedule, torch.tensor(0.0))
@@ -184,7 +180,7 @@ def test_all_the_state_comes_back(tmp_path, monkeypatch):
     torch.rand(5)  # the random state is no longer that of the seed
     run.save_checkpoint()
     drawn = torch.rand(1)
-    again, other, moments, rates = begin(tmp_path, monkeypatch, resume=True)
+    again, other, moments, rates = begin(tmp_path, resume=True)
     assert (again.next_step, again.extra, again.data.position, torch.rand(1)) == (1, {"scale": 2.5}, 3, drawn)
     assert rates.get_last_lr() == [0.05] and moments.param_groups[0]["lr"] == 0.05
     for ours, theirs in zip((other.weight, *moments.state[other.weight].values()),
@@ -194,9 +190,9 @@ def test_all_the_state_comes_back(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("later", [1.0, float("nan")])  # a good update later in the step does not prevent it
-def test_too_many_bad_updates_in_a_row_end_the_run_saved(later, tmp_path, monkeypatch):
+def test_too_many_bad_updates_in_a_row_end_the_run_saved(later, tmp_path):
     """The run ends after the step that reaches the limit. --resume continues with the next step and the same count."""
-    run, model, optimizer, schedule = begin(tmp_path, monkeypatch, max_bad_steps=2)
+    run, model, optimizer, schedule = begin(tmp_path, max_bad_steps=2)
 
     def do(step, *factors):
         for factor in factors:
@@ -207,7 +203,7 @@ def test_too_many_bad_updates_in_a_row_end_the_run_saved(later, tmp_path, monkey
     with pytest.raises(common.TrainingFailed, match="--max_bad_steps 2: so many updates in a row .*saved"):
         do(2, float("nan"), later)
     assert [path.name for path in run.checkpoints()] == ["step-000003"]
-    run, model, optimizer, schedule = begin(tmp_path, monkeypatch, max_bad_steps=2, resume=True)
+    run, model, optimizer, schedule = begin(tmp_path, max_bad_steps=2, resume=True)
     assert run.next_step == 3 and run.bad_steps == {"policy": 0 if later == 1.0 else 3}
     do(3, 1.0, float("nan"), 1.0)  # a good update resets the count
 
@@ -227,7 +223,7 @@ def test_a_bad_update_of_the_critic_does_not_save_a_failing_policy():
 
 
 def test_the_last_checkpoint_is_there_until_the_next_one_is(tmp_path, monkeypatch):
-    run = begin(tmp_path, monkeypatch)[0]
+    run = begin(tmp_path)[0]
     run.next_step, rename = 1, common.os.rename
     def killed(source, target):
         if target.name == "step-000001":
@@ -240,7 +236,7 @@ def test_the_last_checkpoint_is_there_until_the_next_one_is(tmp_path, monkeypatc
 
 
 def test_a_failed_save_leaves_the_last_checkpoint_alone(tmp_path, monkeypatch):
-    run = begin(tmp_path, monkeypatch)[0]
+    run = begin(tmp_path)[0]
     run.next_step = 1
     def full(*args, checkpoint_id):
         checkpoint_id.mkdir()
@@ -252,8 +248,8 @@ def test_a_failed_save_leaves_the_last_checkpoint_alone(tmp_path, monkeypatch):
     assert [p.name for p in (tmp_path / "run" / "checkpoint").iterdir()] == ["step-000000"]
 
 
-def test_what_a_killed_save_left_is_not_in_the_next(tmp_path, monkeypatch):
-    run = begin(tmp_path, monkeypatch)[0]
+def test_what_a_killed_save_left_is_not_in_the_next(tmp_path):
+    run = begin(tmp_path)[0]
     (tmp_path / "run" / "checkpoint" / "unfinished").mkdir()
     (tmp_path / "run" / "checkpoint" / "unfinished" / "stale").write_text("of a killed process")
     (tmp_path / "run" / "checkpoint" / "step-old").mkdir()
@@ -286,8 +282,8 @@ def test_a_gradient_is_clipped_by_hand():
     torch.testing.assert_close(before - model.weight, torch.tensor([[0.3, 0.4]]))
 
 
-def test_a_skipped_update_does_not_advance_the_rate(tmp_path, monkeypatch):
-    run, model, optimizer, schedule = begin(tmp_path, monkeypatch)
+def test_a_skipped_update_does_not_advance_the_rate(tmp_path):
+    run, model, optimizer, schedule = begin(tmp_path)
     (model(torch.ones(1, 2)).sum() * float("nan")).backward()
     assert run.optimizer_step(model, optimizer, schedule, torch.tensor(0.0))["lr"] == 0.1
     assert schedule.get_last_lr() == [0.1]
@@ -338,7 +334,7 @@ def test_tensorboard_gets_every_metric(tmp_path, monkeypatch):
         def flush(self): logged.append("flushed")
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
     install(monkeypatch, "tensorboard")
-    run = begin(tmp_path, monkeypatch, log_to="tensorboard")[0]
+    run = begin(tmp_path, log_to="tensorboard")[0]
     run.end_step(3, {"loss": 0.5})
     assert logged == [(tmp_path / "run" / "tensorboard", 0), ("loss", 0.5, 3), ("epoch", 0.0, 3), "flushed"]
 
@@ -352,15 +348,15 @@ def test_wandb_gets_every_metric(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake)
     install(monkeypatch, "wandb")
     for flags in ({}, {"resume": True}, {"overwrite": True}):
-        run = begin(tmp_path, monkeypatch, log_to="wandb", **flags)[0]
+        run = begin(tmp_path, log_to="wandb", **flags)[0]
         run.end_step(0, {"loss": 0.5})
         run.close()
     assert logged == ["allow", ({"loss": 0.5, "epoch": 0.0}, 0), "finished"] * 3
     assert ids[0] == ids[1] != ids[2]
 
 
-def test_an_epoch_is_a_pass_over_the_data(tmp_path, monkeypatch):
-    run = begin(tmp_path, monkeypatch)[0]  # its data are two rows
+def test_an_epoch_is_a_pass_over_the_data(tmp_path):
+    run = begin(tmp_path)[0]  # its data are two rows
     run.data.next(5)
     run.end_step(1, {})
     assert read_metrics(tmp_path / "run")[0]["epoch"] == 2.5

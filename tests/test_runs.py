@@ -1,4 +1,5 @@
 """Whole runs: clear errors, exact resumption, and the same numbers for any number of processes."""
+import dataclasses
 import functools
 import importlib
 import json
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -595,6 +597,23 @@ def test_every_evaluation_is_on_the_held_out_problems(script, tmp_path, monkeypa
     assert asked == [[json.loads(line)["prompt"] for line in held_out.read_text().splitlines()]] * 2
 
 
+def test_a_run_from_python_or_a_notebook(tmp_path, monkeypatch):
+    """There Ctrl-C stops at once. What handled it before still does, also if the run, as here, begins in a thread."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    cfg = grpo.Config(steps=2, prompts_per_step=2, group_size=2, max_new_tokens=4, eval_data=str(few_problems(tmp_path)),
+                      output_dir=str(tmp_path / "run"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(common.Run, "evaluates", lambda run, step: signal.default_int_handler(signal.SIGINT, None))
+        grpo.main(cfg)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    thread = threading.Thread(target=grpo.main, args=[dataclasses.replace(cfg, resume=True)])
+    thread.start()
+    thread.join()
+    assert [metrics["step"] for metrics in read_metrics(tmp_path / "run")] == [0, 1, 2]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["script"] == "grpo.py"  # not pytest
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_non_finite_update_is_skipped_and_counted(bad, capsys):
     cfg = grpo.Config(lr=0.1)
@@ -627,14 +646,13 @@ def test_a_non_finite_update_is_skipped_and_counted(bad, capsys):
     assert run.bad_steps == {"policy": 1, "value": 1}  # each model has its own count
 
 
-def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp_path, monkeypatch):
+def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp_path):
     """DAPO makes no update while it finds no informative group, and a checkpoint may be saved meanwhile.
 
     AdamW's first update is lr·sign(gradient) = 0.1. As step 2 it would be 0.074: with m̂ = .1/(1 − .9²) = .526 and
     v̂ = .001/(1 − .999²) = .500, it is .1·.526/√.500.
     """
     import dapo
-    monkeypatch.setattr(sys, "argv", ["dapo.py"])
 
     def begin(**flags):
         model = torch.nn.Linear(2, 1, bias=False)
@@ -658,8 +676,6 @@ def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_as_it_was(tmp
 
 def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
     """AdamW holds no state for such a part. Gemma 3's image tower is one."""
-    monkeypatch.setattr(sys, "argv", ["grpo.py"])
-
     def begin(resume, seed=0, rows=2, prompt=1):
         torch.manual_seed(0)
         model = torch.nn.ModuleDict({"read": torch.nn.Linear(2, 1), "idle": torch.nn.Linear(2, 1)})
@@ -701,9 +717,8 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
         begin(resume=True)
 
 
-def test_a_part_that_an_update_does_not_reach_moves_by_its_momentum(tmp_path, monkeypatch):
+def test_a_part_that_an_update_does_not_reach_moves_by_its_momentum(tmp_path):
     """As it does with several processes, where such a part has a gradient of zeros (`shard`)."""
-    monkeypatch.setattr(sys, "argv", ["grpo.py"])
     run, ends = common.Run(grpo.Config(output_dir=str(tmp_path))), []
     for zeros in (False, True):
         model = torch.nn.Linear(2, 1, bias=False)
@@ -722,11 +737,9 @@ def test_a_part_that_an_update_does_not_reach_moves_by_its_momentum(tmp_path, mo
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 @pytest.mark.parametrize("optimizer_class", [functools.partial(torch.optim.SGD, momentum=0.9), torch.optim.NAdam,
                                              functools.partial(torch.optim.AdamW, amsgrad=True)])
-def test_another_optimizer_and_a_reference_that_is_renewed_are_resumed_too(optimizer_class, tmp_path, monkeypatch):
+def test_another_optimizer_and_a_reference_that_is_renewed_are_resumed_too(optimizer_class, tmp_path):
     """For those who change the script: only its own optimizer is AdamW, a checkpoint also keeps `run.extra` and the
     random states of Python and numpy, and a schedule may compute a rate from the one before."""
-    monkeypatch.setattr(sys, "argv", ["grpo.py"])
-
     def begin(resume):
         torch.manual_seed(0)
         model, reference = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
@@ -925,7 +938,7 @@ refuses("other rows", common.Shuffled, [common.Problem("1", [5], str(rank), {{}}
 cfg = importlib.import_module("grpo").Config(output_dir=f"{folder}/on-machine-{{rank}}")
 refuses("--eval_data: holds other rows", common.encode_prompts, [common.Problem("1" * (rank + 1), [], "1", {{}})],
         tokenizer, cfg, "--eval_data")
-sys.argv = ["grpo.py"]
+common.Run.catches_signals = True
 refuses("--seed: another value on another machine", common.Run, dataclasses.replace(cfg, seed=rank))
 if rank == 1:
     os.mkdir(cfg.output_dir)
