@@ -37,6 +37,7 @@ import itertools
 import json
 import logging
 import math
+import multiprocessing
 import operator
 import os
 import random
@@ -795,9 +796,10 @@ class SlicedLogprobs(torch.autograd.Function):
         targets, top, log_total, entropy, hidden, *weights = ctx.saved_tensors
         grad = (torch.zeros_like(entropy) if grad is None else grad)[:, None] / temperature
         hidden = hidden.detach().float().requires_grad_()  # float32, since its gradient is a sum over the slices
-        grad_weights = [torch.empty_like(w) for w in weights]
+        trained = ctx.needs_input_grad[5:]  # not a head that is frozen, as adapters leave it
+        grad_weights = [torch.empty_like(w) if trains else None for w, trains in zip(weights, trained)]
         for start in range(0, len(weights[0]), size):
-            part = [w[start:start + size].detach().requires_grad_() for w in weights]
+            part = [w[start:start + size].detach().requires_grad_(trains) for w, trains in zip(weights, trained)]
             with torch.enable_grad():
                 logits = head_logits(config, hidden, *part)
             logp = torch.add(-top, logits.detach(), alpha=1 / temperature).sub_(log_total[:, None])
@@ -809,7 +811,8 @@ class SlicedLogprobs(torch.autograd.Function):
             gradient = probs.mul_(factor).scatter_add_(1, column[:, None], (grad * in_slice[:, None]).to(logp))
             logits.backward(gradient.to(logits.dtype))
             for whole, w in zip(grad_weights, part):
-                whole[start:start + size] = w.grad
+                if whole is not None:
+                    whole[start:start + size] = w.grad
         return None, None, None, None, hidden.grad, *grad_weights
 
 
@@ -910,9 +913,11 @@ def micro_batches(batch, blocks, max_tokens: int):
     that, a rank yields the first block again, with T = 0: it must get no weight.
     """
     end = batch.input_ids.shape[1] - batch.mask.shape[1]  # of the prompts
-    # All that follows the prompt counts: a mask that leaves out what a tool wrote has holes.
-    total, completion = (mask.sum(1).tolist() for mask in (batch.attention_mask, batch.attention_mask[:, end:]))
-    prompt = [t - c for t, c in zip(total, completion)]
+    total, prompt = (mask.sum(1).tolist() for mask in (batch.attention_mask, batch.attention_mask[:, :end]))
+    # All that follows the prompt counts, up to the last token: a mask that leaves out what a tool wrote has holes, and
+    # between turns there may be padding.
+    columns = torch.arange(1, batch.mask.shape[1] + 1, device=batch.mask.device)
+    completion = (batch.attention_mask[:, end:] * columns).amax(1).tolist()
     blocks = [block if isinstance(block, list) else [int(block)] for block in blocks]
     rows = [row for block in blocks for row in block]
     copy_of = {row: hash((prompt[row], ids[end - prompt[row]:end + completion[row]].tobytes()))
@@ -1568,6 +1573,8 @@ def load_reward(cfg, wrong: float = 0.0):
 
     @timed("reward")
     def score(problems: list[Problem], rollout: Rollout):
+        if len(set(gather_in_order([zlib.crc32(rollout.input_ids.cpu().numpy())]))) > 1:  # of a sampler of your own
+            raise UserError("the processes' rollouts differ: let one sample for all (common.from_main_rank)")
         G = len(rollout.completions) // len(problems)
         rows = [problem for problem in problems for _ in range(G)]  # [N]
         scores = model_scores(problems, rollout).tolist() if model_scores else [None] * len(rows)
@@ -1789,8 +1796,9 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def make_optimizer(model, cfg, betas=(0.9, 0.999)):
     """(AdamW, learning-rate schedule) for a model. Also applies --freeze_layers and --gradient_checkpointing to it.
 
-    Another optimizer may take AdamW's place. Checkpoints keep its state of each parameter, but nothing of its
-    `param_groups`; where no step has made an update yet, they hold AdamW's initial state.
+    Another optimizer may take AdamW's place. Checkpoints keep its `state` of each parameter (of one made of two, both
+    parts must have that same dict), but nothing of its `param_groups`; where no step has made an update yet, they hold
+    AdamW's initial state.
     """
     layers = decoder_layers(model)
     layers[:int(cfg.freeze_layers * len(layers))].requires_grad_(False)
@@ -1860,8 +1868,8 @@ class Run:
         self.next_step = 0  # step 0 is the evaluation before training
         self.failing = False  # set after --max_bad_steps skipped updates in a row
         self.stop_signal = 0
-        # Numbers or tensors of the script's own, which checkpoints keep. All keys must be there before `start`, those
-        # of a dict within too.
+        # What a script of yours wants checkpoints to keep. All keys must be there before `start`, those of a dict
+        # within too. A tensor keeps its shape and dtype; what grows is an object, such as a deque or a Rollout.
         self.extra = {}
         self.device = setup_device()  # before what may fail on one machine alone: the others then notice that it ended
         flags = gather_in_order([vars(cfg) | {"output_dir": ""}])  # `start` looks whether the machines share that
@@ -2812,6 +2820,8 @@ def leave(code: int = 0, together: bool = True) -> None:
     if world_size() > 1:
         if together:
             dist.barrier()
+        for child in multiprocessing.active_children():  # a reward function's pool, which waits for an exit handler
+            child.terminate()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # a rank that shuts gloo down while others still do is sometimes aborted

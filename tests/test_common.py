@@ -652,6 +652,19 @@ def test_there_is_no_second_derivative():
         torch.autograd.grad(logprobs.sum(), [*model.parameters()], create_graph=True, allow_unused=True)
 
 
+def test_a_frozen_head_gets_no_gradient_and_the_rest_the_same(monkeypatch):
+    monkeypatch.setitem(common.HEAD_SLICE, "cpu", 20)  # several slices
+    model, _ = random_model("Qwen2", tie_word_embeddings=False)
+    ids, gradients = torch.arange(3, 13).view(2, 5), []
+    for trains in (True, False):
+        model.lm_head.requires_grad_(trains)
+        sum(values.sum() for values in common.token_logprobs(model, ids, torch.ones_like(ids), 4)).backward()
+        gradients.append([p.grad for p in model.base_model.parameters()])
+        assert (model.lm_head.weight.grad is not None) == trains
+        model.zero_grad()
+    assert all(map(torch.equal, *gradients))
+
+
 def test_a_left_padded_row_scores_as_it_does_alone_even_where_its_padding_is_among_the_last_columns():
     model, _ = random_model("Qwen2")
     row = torch.tensor([[7, 8, 9, 10]])
@@ -1140,6 +1153,23 @@ def test_a_mask_may_have_holes():
         for rows, input_ids, attention_mask, T in common.micro_batches(joined, range(3), max_tokens):
             assert attention_mask.sum() == joined.attention_mask[rows].sum()  # only padding was trimmed
             assert T == joined.attention_mask[rows, 3:].sum(1).max()
+
+
+def test_each_turn_of_a_row_may_be_padded():
+    """5 6 _ 8 _: the 8 is trained on whichever rows it shares a micro-batch with. (7 7 is a prompt of two tokens.)"""
+    model, _ = random_model("Qwen2")
+    ids, seen = torch.tensor([[0, 3, 5, 6, 0, 8, 0], [7, 7, 5, 6, 8, 9, 9]]), torch.ones(2, 7, dtype=torch.long)
+    seen[0, [0, 4, 6]] = 0
+    batch = common.Batch(ids, seen, seen[:, 2:].bool())
+    values, _ = common.token_logprobs(model, ids, seen, 5)
+    for max_tokens, widths in (1, [5, 4]), (99, [5]):
+        found = list(common.micro_batches(batch, [0, 1], max_tokens))
+        assert [T for *_, T in found] == widths
+        for rows, input_ids, attention_mask, T in found:
+            logprobs, _ = common.token_logprobs(model, input_ids, attention_mask, T)
+            torch.testing.assert_close(logprobs, values[rows, :T])
+    plain = model(torch.tensor([[3, 5, 6, 8]])).logits.log_softmax(-1)[0, :3].gather(1, torch.tensor([[5], [6], [8]]))
+    torch.testing.assert_close(values[0, [0, 1, 3]], plain[:, 0])
 
 
 def test_joined_verdicts_are_not_signs_of_rewards():

@@ -4,6 +4,7 @@ import functools
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import random
 import shutil
@@ -940,6 +941,8 @@ refuses("--eval_data: holds other rows", common.encode_prompts, [common.Problem(
         tokenizer, cfg, "--eval_data")
 common.Run.catches_signals = True
 refuses("--seed: another value on another machine", common.Run, dataclasses.replace(cfg, seed=rank))
+drawn = common.Rollout(torch.full((1, 3), rank), torch.ones(1, 3), torch.ones(1, 1) > 0, ["1"], torch.ones(1) > 0)
+refuses("rollouts differ", common.load_reward(cfg), [common.Problem("1", [3], "1", {{}})], drawn)
 if rank == 1:
     os.mkdir(cfg.output_dir)
     open(f"{{cfg.output_dir}}/.lock", "w").close()  # left by an earlier run
@@ -1077,6 +1080,18 @@ def test_a_bug_in_one_of_several_processes_ends_it_at_once(monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"^_exit\(1\)$"):
         common.launch(main, common.RunConfig)
     assert capsys.readouterr().err.endswith("KeyError: 'a bug'\n")
+
+
+def test_a_pool_of_a_reward_function_ends_with_its_process(monkeypatch):
+    """One of several leaves by os._exit, which runs no exit handler: the pool would wait for work for ever."""
+    monkeypatch.setattr(common, "world_size", lambda: 2)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=[60])
+    child.start()
+    with pytest.raises(SystemExit):
+        common.leave(together=False)
+    child.join(30)
+    assert child.exitcode == -signal.SIGTERM
 
 
 def test_every_process_wants_a_gpu_of_its_own(monkeypatch):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import common
-from helpers import ROOT, is_right, load_tiny_model, plain_entropies, plain_logprobs, record_run
+from helpers import (ROOT, is_right, load_tiny_model, on_few_problems, plain_entropies, plain_logprobs, read_metrics,
+                     record_run, run_script)
 
 TEXT = (ROOT / "README.md").read_text().split("### Changing the algorithm")[1].split("```diff\n")[1].split("```")[0]
 PATCHES = [block.splitlines() for block in TEXT.split("\n\n")]
@@ -14,14 +15,17 @@ PATCHES = [block.splitlines() for block in TEXT.split("\n\n")]
 
 @pytest.fixture
 def patched(monkeypatch):
-    """patched(NAME) -> the script as a module, with the patch that is headed by this name."""
-    def patch(name):
+    """patched(NAME) -> the script as a module, with the patch that is headed by this name. edits: {text: another}."""
+    def patch(name, edits={}):
         [(first, *lines)] = [patch for patch in PATCHES if name in patch[0]]
         script = first.removeprefix("# ").split(".py")[0]
         source = (ROOT / f"{script}.py").read_text()
         for change in "\n".join(lines).split("\n@@\n"):
             old, new = ("".join(f"\n{line[1:]}" for line in change.splitlines() if line[0] in kept) + "\n"
                         for kept in (" -", " +"))
+            assert source.count(old) == 1, old
+            source = source.replace(old, new)
+        for old, new in edits.items():
             assert source.count(old) == 1, old
             source = source.replace(old, new)
         module = types.ModuleType(script)
@@ -118,6 +122,18 @@ def test_kl_in_the_reward(minibatches, patched, monkeypatch, tmp_path):
     assert kl.abs().min() > 1e-3
     torch.testing.assert_close(seen[-1], rewards - 0.1 * kl.view(4, 4), rtol=1e-4, atol=1e-4)
     assert "kl" not in step.metrics  # nothing of it in the loss
+
+
+def test_the_reference_renewed(patched, monkeypatch, tmp_path):
+    """The KL to it is 0 again in the step after; a run that is resumed has the renewed one."""
+    patched("the reference renewed", {"step % 20": "step % 2"})
+    flags = ["--prompts_per_step", 4, "--group_size", 4, "--max_new_tokens", 25, *on_few_problems(tmp_path)]
+    run_script("grpo.py", "--steps", 4, *flags, "--output_dir", tmp_path / "whole")
+    for steps in ["--steps", 3], ["--steps", 4, "--resume"]:
+        run_script("grpo.py", *steps, *flags, "--output_dir", tmp_path / "resumed")
+    whole, resumed = ([metrics["kl"] for metrics in read_metrics(tmp_path / run)[1:]] for run in ("whole", "resumed"))
+    assert whole[0] == whole[2] == 0 < min(whole[1], whole[3])
+    assert resumed == whole
 
 
 @pytest.mark.parametrize("gap, factor", [(0.3, 1.35), (-0.3, 0.741), (1.0, 2.0)])
