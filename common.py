@@ -1573,8 +1573,8 @@ def load_reward(cfg, wrong: float = 0.0):
 
     @timed("reward")
     def score(problems: list[Problem], rollout: Rollout):
-        if len(set(gather_in_order([zlib.crc32(rollout.input_ids.cpu().numpy())]))) > 1:  # of a sampler of your own
-            raise UserError("the processes' rollouts differ: let one sample for all (common.from_main_rank)")
+        if len(set(gather_in_order([zlib.crc32(repr(rollout.completions).encode())]))) > 1:  # of a sampler of your own
+            raise UserError("the processes' completions differ: let one sample for all (common.from_main_rank)")
         G = len(rollout.completions) // len(problems)
         rows = [problem for problem in problems for _ in range(G)]  # [N]
         scores = model_scores(problems, rollout).tolist() if model_scores else [None] * len(rows)
@@ -2730,8 +2730,8 @@ def parse_config(Config, args: list[str]):
             settings = read(Path(args[0]).read_bytes())
             if several := [name for name, value in settings.items() if isinstance(value, (list, dict))]:
                 raise UserError(f"{args[0]}: {several[0]}: want a single value")
-            args = [f"--{name}" if value is True and str(name).startswith("no_")  # such a flag takes no value
-                    else f"--{name}={value}" for name, value in settings.items() if value is not None] + args[1:]
+            args = [f"--{name}" if value is True else f"--{name}={value}"  # --no_… takes no value
+                    for name, value in settings.items() if value is not None] + args[1:]
     try:
         cfg, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
     except argparse.ArgumentError as error:  # its argument_name: --save_every/--save-every

@@ -619,6 +619,22 @@ def test_a_row_that_is_refused_is_shown_with_the_columns_that_it_has(read, row, 
         read(rows(tmp_path, row))
 
 
+@pytest.mark.parametrize("row", [
+    {"chosen": "x"}, {"reward_model": "x"}, {"system": 5}, {"system": "1+\n"}, {"final_answer": True}])
+def test_a_column_that_is_no_use_is_ignored(row, tmp_path):
+    """Half a preference; a name, and not verl's verdict; no text; a system message that the prompt repeats."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1=?", "answer": "2", **row}))
+    [problem] = common.read_problems(str(path))
+    assert (problem.prompt, problem.answer) == ("1+1=?", "2")
+
+
+def test_messages_have_a_role_and_a_text():
+    assert common.is_prompt([{"role": "user", "content": "1"}])
+    for broken in ({"role": "user", "content": None}, {"role": None, "content": "1"}, {"content": "1"}, "1"):
+        assert not common.is_prompt([broken])
+
+
 def test_only_the_verifier_needs_answers(tmp_path):
     path = rows(tmp_path, {"prompt": "p"})
     cfg = SimpleNamespace(data=path, eval_data="", reward="reward.py:f")
@@ -868,6 +884,8 @@ def test_the_system_prompt_stands_before_messages():
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{% endfor %}"
     assert common.render_prompt([{"role": "user", "content": "4"}], tokenizer, "2") == ("s2u4", True)
     assert common.render_prompt([{"role": "user", "content": "4"}], tokenizer, "", default="") == ("u4", True)
+    own = [{"role": "system", "content": "3"}, {"role": "user", "content": "?!"}]  # its own, and a message of no word
+    assert common.render_prompt(own, tokenizer, "2") == common.render_prompt(own, tokenizer, "") == ("s3u?!", True)
 
 
 def with_bos():
@@ -970,6 +988,16 @@ def test_a_thought_under_a_key_of_its_own_is_part_of_the_answer(key):
     assert read.answers == ["<think>\nhm\n</think>\n\na", "a"]
 
 
+@pytest.mark.parametrize("thought, before", [("\n4\n", "<think>\n4\n</think>\n\n"), (" ", ""), (["4"], "")])
+def test_a_thought_is_a_text_that_is_not_blank(thought, before):
+    assert common.with_thought({"role": "assistant", "content": "a", "reasoning": thought}) == before + "a"
+
+
+def test_dialogues_may_be_in_lower_case():
+    read = common.read_preference({"chosen": "human: hi assistant: a", "rejected": "human: hi assistant: b"})
+    assert (read.prompt, read.answers) == ("human: hi assistant:", [" a", " b"])
+
+
 def test_a_prompt_beside_conversations_of_several_turns():
     turns = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))]
     rest = {"chosen": [*turns, {"role": "assistant", "content": "a"}],
@@ -988,8 +1016,14 @@ def test_a_prompt_beside_conversations_of_several_turns():
         later = {name: conversation[1:] for name, conversation in rest.items()}
         *known, last = common.read_preference({"prompt": prompt, **later}).prompt[:-2]
         assert last == {"role": "user", "content": "0"} and known == (complete[:1] if len(prompt) > 1 else [])
-    with pytest.raises(ValueError, match="want conversations that end with an answer"):
-        common.read_preference({"prompt": "1", "chosen": turns, "rejected": turns[:2] + [{**turns[2], "content": "4"}]})
+    assert common.read_preference({"prompt": "0", **rest}).prompt == turns  # they begin with a question of their own
+    for name, conversation in own.items():
+        conversation[1] = {**conversation[1], "content": "1"}
+    assert common.read_preference({"prompt": "1 ", **own}).prompt == own["chosen"][:-1]
+    for role in "user", "system":
+        ends = ([*turns[:2], {"role": role, "content": text}] for text in "45")
+        with pytest.raises(ValueError, match="want conversations that end with an answer"):
+            common.read_preference(dict(zip(("prompt", "chosen", "rejected"), ("1", *ends))))
     with pytest.raises(ValueError, match="all but their last turns"):
         common.read_preference({"prompt": "1", **rest, "rejected": turns[1:] + rest["rejected"][-1:]})
 
@@ -1114,6 +1148,10 @@ def test_a_thought_that_the_answer_only_ends_gets_its_beginning(asks, known, ans
     common.encode_preferences([preference], tokenizer, encode_config(), "--data")
     cut = answer.replace("4</think>6", "5")  # also the one that was cut within the thought
     assert [tokenizer.decode(ids) for ids in preference.answer_ids] == [answer, cut]
+    own = ["4</think>6", "<think>1</think>5", "4</think>6<think>"]
+    preference = common.Preference("1", [], own, [], [3.0, 2.0, 1.0])
+    common.encode_preferences([preference], tokenizer, encode_config(), "--data")
+    assert [text.count("<think>") for text in preference.answers] == [1, 1, 2]
 
 
 def test_a_prompt_that_begins_with_any_special_token_is_rendered_already():

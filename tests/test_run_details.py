@@ -161,6 +161,45 @@ def test_a_second_signal_ends_at_once(monkeypatch):
     assert run.stop_signal == signal.SIGTERM and handlers == {signal.SIGTERM: signal.SIG_DFL}
 
 
+@pytest.mark.parametrize("broken, error", [("os.rename", OSError("full")),
+                                           ("torch.distributed.checkpoint.save", RuntimeError("full"))])
+def test_a_checkpoint_that_cannot_be_written(broken, error, tmp_path, monkeypatch):
+    """The first one of a run, and a later one."""
+    def fail(*args, **kwargs):
+        raise error
+    with monkeypatch.context() as full, pytest.raises(common.TrainingFailed, match=": full; no checkpoint is intact"):
+        full.setattr(broken, fail)
+        begin(tmp_path)
+    run = begin(tmp_path, overwrite=True)[0]
+    monkeypatch.setattr(broken, fail)
+    with pytest.raises(common.TrainingFailed, match="cannot save to .*: full; step-000000 is intact"):
+        run.end_step(run.cfg.save_every, {})
+    assert [path.name for path in (run.directory / "checkpoint").iterdir()] == ["step-000000"]
+
+
+def test_a_model_without_gradient_checkpointing(tmp_path):
+    model = random_model("Qwen2")[0]
+    type(model).supports_gradient_checkpointing, before = False, type(model).supports_gradient_checkpointing
+    try:
+        with pytest.raises(common.UserError, match="^--gradient_checkpointing"):
+            common.make_optimizer(model, grpo.Config(gradient_checkpointing=True))
+    finally:
+        type(model).supports_gradient_checkpointing = before
+
+
+def test_the_first_line_of_the_root_cause():
+    try:
+        try:
+            raise ValueError("the cause\nand more")
+        except ValueError:
+            raise KeyError("what came of it")
+    except KeyError as error:
+        assert common.innermost(error) == "ValueError: the cause"
+    assert common.innermost(OSError()) == "OSError: "
+    with pytest.raises(common.UserError, match=r"^file \(RuntimeError\)$"), common.one_line_errors("file"):
+        raise RuntimeError
+
+
 def test_a_checkpoint_every_so_many_steps_and_after_the_last(tmp_path):
     run = begin(tmp_path, save_every=2, steps=5)[0]
     saved = []
@@ -203,6 +242,8 @@ def test_too_many_bad_updates_in_a_row_end_the_run_saved(later, tmp_path):
     with pytest.raises(common.TrainingFailed, match="--max_bad_steps 2: so many updates in a row .*saved"):
         do(2, float("nan"), later)
     assert [path.name for path in run.checkpoints()] == ["step-000003"]
+    with pytest.raises(OSError):  # the directory is free again
+        os.fstat(run.lock)
     run, model, optimizer, schedule = begin(tmp_path, max_bad_steps=2, resume=True)
     assert run.next_step == 3 and run.bad_steps == {"policy": 0 if later == 1.0 else 3}
     do(3, 1.0, float("nan"), 1.0)  # a good update resets the count

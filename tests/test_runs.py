@@ -98,8 +98,11 @@ GOOD_ROW = '{"prompt": "1+1=?", "answer": "2"}\n'
     (GOOD_ROW + '{"prompt": "1+1=?", "answer": " "}', "line 2: no answer"),
     (GOOD_ROW + '{"prompt": 5, "answer": "2"}', "line 2: want a prompt"),
     (GOOD_ROW + '{"prompt": "1+1=?", "answer": {}}', "line 2: no answer"),
+    (GOOD_ROW + '{"prompt": "1+1=?", "answer": NaN}', "line 2: no answer"),
+    (GOOD_ROW + '{"prompt": "", "answer": "2"}', "line 2: want a prompt"),
     ("[]", "line 1: want a JSON object"),
     (GOOD_ROW + '{"prompt": "\\ud83d", "answer": "2"}', "line 2: want a JSON object, one a line ('"),
+    (GOOD_ROW + '{"prompt": "\\uD83D", "answer": "2"}', "line 2: want a JSON object, one a line ('"),
     (GOOD_ROW + '{"prompt": "\udcff", "answer": "2"}', "line 2: want a JSON object, one a line ('"),
     (GOOD_ROW + '{"prompt": "1", "answer": ' + "9" * 5000 + "}", "a line (Exceeds the limit")])
 def test_bad_rows(fails, tmp_path, content, message):
@@ -111,7 +114,8 @@ def test_bad_rows(fails, tmp_path, content, message):
 
 @pytest.mark.parametrize("flags, message", [
     (["--data", "nowhere.jsonl"], "nowhere.jsonl: cannot be read as JSON lines (No such file"),
-    (["--data", "arithmetic:x"], "arithmetic:DIGITS"),
+    (["--data", "arithmetic:x"], "arithmetic:DIGITS"), (["--data", "arithmetic:²"], "arithmetic:DIGITS"),
+    (["--data", "arithmetics.jsonl"], "arithmetics.jsonl: cannot be read"), (["--data="], "--data: is empty"),
     (["--data", "someone/dataset"], "pip install datasets"),
     (["--max_prompt_tokens", 2], "no rows left"),
     (["--model", "nowhere/at-all"], "--model nowhere/at-all"),
@@ -122,8 +126,8 @@ def test_bad_rows(fails, tmp_path, content, message):
     (["--prompts_per_step", 10 ** 11], "--prompts_per_step 100000000000: must be between 1 and 1000000"),
     (["--max_new_tokens", 0], "--max_new_tokens 0"), (["--lr", "nan"], "--lr nan"), (["--lr", "inf"], "--lr inf"),
     (["--lr", "fast"], "--lr"),
-    (["--temperature", 0], "--temperature 0"), (["--clip_eps", 2], "--clip_eps 2"), (["--seed", 1.5], "--seed"),
-    (["--seed", 2 ** 32], "--seed 4294967296: must be between"),
+    (["--temperature", 0], "--temperature 0.0: must be above 0"), (["--clip_eps", 2], "--clip_eps 2"),
+    (["--seed", 1.5], "--seed"), (["--seed", 2 ** 32], "--seed 4294967296: must be between"),
     (["--minibatches", 1000], "--minibatches 1000"),
     (["--stepz", 3], "unknown flag --stepz, did you mean --steps?"), (["--lrr=3"], "did you mean --lr?"),
     (["--learning_rate", 1], "unknown flag --learning_rate; see --help"),
@@ -168,12 +172,14 @@ def test_bad_reward_file(fails, tmp_path):
     assert "has no function value" in fails("--reward", f"{path}:value")
     write(path, "import nothing_of_that_name\n")
     assert "does not load: ModuleNotFoundError" in fails("--reward", f"{path}:f")
+    write(path, "def f(*args): return 1\nimport sys\nsys.exit(0)\n")  # as a script does
+    assert "does not load: SystemExit" in fails("--reward", f"{path}:f")
 
 
 @pytest.mark.parametrize("body, message", [
     ("raise KeyError('gold')", "raised KeyError: 'gold'"), ("return float('nan')", "returned nan"),
     ("raise SystemExit(0)", "raised SystemExit"), ("raise ValueError('<html>' * 1000)", "raised ValueError: <html>"),
-    ("raise GeneratorExit", "raised GeneratorExit"),
+    ("raise GeneratorExit", "raised GeneratorExit"), ("import json; json.loads('x')", "raised JSONDecodeError"),
     ("return 10 ** 400", "returned 1000"),
     ("return 1e300", "returned 1e+300"), ("return None", "returned None"), ("return 'good'", "returned 'good'")])
 def test_a_reward_function_that_fails_names_the_row(tmp_path, body, message):
@@ -182,7 +188,13 @@ def test_a_reward_function_that_fails_names_the_row(tmp_path, body, message):
     with pytest.raises(common.UserError) as error:
         judge(common.Problem("1+1=?", [], "2", {"prompt": "1+1=?", "id": 77}), "two")
     assert message in str(error.value) and "'id': 77" in str(error.value)
-    assert ("(line 2)" in str(error.value)) == body.startswith("raise") and len(str(error.value)) < 1500
+    assert ("(line 2)" in str(error.value)) == ("return" not in body) and len(str(error.value)) < 1500
+
+
+def test_ctrl_c_in_a_reward_function_is_no_error_of_it(tmp_path):
+    path = write(tmp_path / "reward.py", "def f(prompt, completion, row):\n    raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        common.load_reward_function(f"{path}:f")(common.Problem("1+1=?", [], "2", {}), "2")
 
 
 def test_a_row_about_memory_is_no_lack_of_it(fails, tmp_path, monkeypatch):
@@ -296,6 +308,9 @@ def test_overwrite_removes_runs_alone_and_never_the_model_that_it_starts_from(fa
     (tmp_path / "none").mkdir()
     write(tmp_path / "none" / "config.json", '{"flags": {}}')  # and no checkpoint
     assert "holds a run already; --overwrite replaces it" in fails("--output_dir", str(tmp_path / "none"))
+    (tmp_path / "none" / "checkpoint" / "step-000001").mkdir(parents=True)  # of another script
+    write(tmp_path / "none" / "config.json", '{"script": "ppo.py", "flags": {}}')
+    assert "holds a run already; --overwrite replaces it" in fails("--output_dir", str(tmp_path / "none"))
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
@@ -345,7 +360,7 @@ def test_flags_from_a_file_and_help(tmp_path, capsys):
     cfg = common.parse_config(grpo.Config, [str(path), "--steps", "9"])
     assert (cfg.steps, cfg.lr, cfg.divide_by_std) == (9, 1e-3, False)
     assert cfg.eval_data == ""  # a flag without a value keeps its default
-    path = write(tmp_path / "flags.json", '{"steps": 7, "divide_by_std": false}')
+    path = write(tmp_path / "flags.json", '{\n\t"steps": 7,\n\t"divide_by_std": false\n}')  # YAML has no tabs
     cfg = common.parse_config(grpo.Config, [str(path)])
     assert (cfg.steps, cfg.divide_by_std) == (7, False)
     path = write(tmp_path / "other.yaml", "no_divide_by_std: true\ngradient_checkpointing: true\n")
@@ -359,8 +374,9 @@ def test_flags_from_a_file_and_help(tmp_path, capsys):
         common.parse_config(grpo.Config, [str(write(path, "1: true\n"))])
     with pytest.raises(common.UserError, match="other.yaml: .*line 2"):
         common.parse_config(grpo.Config, [str(write(path, "steps: 7\nlr: [1\n"))])
-    with pytest.raises(common.UserError, match="other.yaml: system_prompt: want a single value"):
-        common.parse_config(grpo.Config, [str(write(path, "system_prompt: [a, b]\n"))])
+    for several in "[a, b]", "{a: b}":
+        with pytest.raises(common.UserError, match="other.yaml: system_prompt: want a single value"):
+            common.parse_config(grpo.Config, [str(write(path, f"system_prompt: {several}\n"))])
     with pytest.raises(SystemExit):
         common.parse_config(grpo.Config, ["--help"])
     assert "--micro_batch_tokens" in capsys.readouterr().out
@@ -601,8 +617,8 @@ def test_every_evaluation_is_on_the_held_out_problems(script, tmp_path, monkeypa
 def test_a_run_from_python_or_a_notebook(tmp_path, monkeypatch):
     """There Ctrl-C stops at once. What handled it before still does, also if the run, as here, begins in a thread."""
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    cfg = grpo.Config(steps=2, prompts_per_step=2, group_size=2, max_new_tokens=4, eval_data=str(few_problems(tmp_path)),
-                      output_dir=str(tmp_path / "run"))
+    cfg = grpo.Config(steps=2, prompts_per_step=2, group_size=2, max_new_tokens=4, output_dir=str(tmp_path / "run"),
+                      eval_data=str(few_problems(tmp_path)))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(common.Run, "evaluates", lambda run, step: signal.default_int_handler(signal.SIGINT, None))
         grpo.main(cfg)
@@ -941,8 +957,8 @@ refuses("--eval_data: holds other rows", common.encode_prompts, [common.Problem(
         tokenizer, cfg, "--eval_data")
 common.Run.catches_signals = True
 refuses("--seed: another value on another machine", common.Run, dataclasses.replace(cfg, seed=rank))
-drawn = common.Rollout(torch.full((1, 3), rank), torch.ones(1, 3), torch.ones(1, 1) > 0, ["1"], torch.ones(1) > 0)
-refuses("rollouts differ", common.load_reward(cfg), [common.Problem("1", [3], "1", {{}})], drawn)
+drawn = common.Rollout(torch.ones(1, 3), torch.ones(1, 3), torch.ones(1, 1) > 0, [str(rank)], torch.ones(1) > 0)
+refuses("completions differ", common.load_reward(cfg), [common.Problem("1", [3], "1", {{}})], drawn)
 if rank == 1:
     os.mkdir(cfg.output_dir)
     open(f"{{cfg.output_dir}}/.lock", "w").close()  # left by an earlier run

@@ -438,3 +438,19 @@ def test_format_reward(text, reward):
 def test_the_form_that_the_system_prompt_shows_earns_the_format_reward():
     shown = SYSTEM_PROMPT[SYSTEM_PROMPT.index("<"):].removesuffix(".")
     assert format_reward(shown) == 1 and extract_answer(shown) == "answer here"
+
+
+@pytest.mark.parametrize("size", ["left right", "big big", "bigl bigr", "Big Big", "Bigl Bigr", "bigg bigg",
+                                  "Bigg Bigg"])
+def test_sizes_of_brackets_change_nothing(size):
+    before, after = size.split()
+    assert is_equivalent(f"\\{before}(1,\\frac12\\{after})", "(1,0.5)")
+
+
+@pytest.mark.parametrize("typed", [
+    *(f"\\{size} 1,234" for size in ("displaystyle", "large", "Large", "LARGE", "huge")),
+    *(f"{sign}1,234" for sign in ("\\$", "$", "€", "£", "₹", "¥")),
+    "1,234\\%", "1,234%", "1234¢", "\\(1234\\)", "\\[1234\\]",
+    *(f"1{space}234" for space in ("\\,", "\\:", "\\;", "~", "{,}", "\\!")), "\\quad 1234", "\\qquad 1234"])
+def test_ways_to_write_a_number(typed):
+    assert is_equivalent(typed, "1234") and not is_equivalent(typed, "1235")
