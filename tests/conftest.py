@@ -40,10 +40,12 @@ def tiny_model(request, builder):
 
 
 @pytest.fixture(autouse=True)
-def without_signals(monkeypatch):
-    """What `common.launch` sets in one test does not stay for the next."""
+def apart(monkeypatch):
+    """What `common.launch` sets in one test does not stay for the next, nor does `common.leave` end what a test or job
+    beside it has started."""
     import common
     monkeypatch.setattr(common.Run, "catches_signals", False)
+    monkeypatch.setattr(common.multiprocessing, "active_children", list)
 
 
 @pytest.fixture(scope="session", autouse=True)
