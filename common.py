@@ -1860,7 +1860,7 @@ class Run:
         check_config(cfg)
         self.cfg = cfg
         # The file that holds Config: also where another one, or a notebook, calls its `main`.
-        self.script = Path(getattr(sys.modules[type(cfg).__module__], "__file__", sys.argv[0])).name
+        self.script = Path(getattr(sys.modules.get(type(cfg).__module__), "__file__", sys.argv[0])).name
         self.directory = Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and self.checkpoints():
             say(f"restarted by torchrun: continuing {self.directory}, as with --resume")  # it repeats the first command
@@ -2730,8 +2730,8 @@ def parse_config(Config, args: list[str]):
             settings = read(Path(args[0]).read_bytes())
             if several := [name for name, value in settings.items() if isinstance(value, (list, dict))]:
                 raise UserError(f"{args[0]}: {several[0]}: want a single value")
-            args = [f"--{name}" if value is True else f"--{name}={value}"  # --no_… takes no value
-                    for name, value in settings.items() if value is not None] + args[1:]
+            args = [f"--{name}" if value is True and str(name).startswith("no_")  # such a flag takes no value
+                    else f"--{name}={value}" for name, value in settings.items() if value is not None] + args[1:]
     try:
         cfg, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
     except argparse.ArgumentError as error:  # its argument_name: --save_every/--save-every
@@ -2820,7 +2820,7 @@ def leave(code: int = 0, together: bool = True) -> None:
     if world_size() > 1:
         if together:
             dist.barrier()
-        for child in multiprocessing.active_children():  # a reward function's pool, which waits for an exit handler
+        for child in multiprocessing.active_children():  # a reward function's workers, which an exit handler would end
             child.terminate()
         sys.stdout.flush()
         sys.stderr.flush()

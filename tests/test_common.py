@@ -655,12 +655,15 @@ def test_there_is_no_second_derivative():
 def test_a_frozen_head_gets_no_gradient_and_the_rest_the_same(monkeypatch):
     monkeypatch.setitem(common.HEAD_SLICE, "cpu", 20)  # several slices
     model, _ = random_model("Qwen2", tie_word_embeddings=False)
-    ids, gradients = torch.arange(3, 13).view(2, 5), []
+    ids, gradients, head_logits = torch.arange(3, 13).view(2, 5), [], common.head_logits
     for trains in (True, False):
         model.lm_head.requires_grad_(trains)
+        wanted = []
+        monkeypatch.setattr(common, "head_logits", lambda config, hidden, weight: (
+            wanted.append(weight.requires_grad), head_logits(config, hidden, weight))[1])
         sum(values.sum() for values in common.token_logprobs(model, ids, torch.ones_like(ids), 4)).backward()
         gradients.append([p.grad for p in model.base_model.parameters()])
-        assert (model.lm_head.weight.grad is not None) == trains
+        assert (model.lm_head.weight.grad is not None) == any(wanted) == trains
         model.zero_grad()
     assert all(map(torch.equal, *gradients))
 

@@ -368,6 +368,11 @@ def test_flags_from_a_file_and_help(tmp_path, capsys):
     assert not cfg.divide_by_std and cfg.gradient_checkpointing
     with pytest.raises(common.UserError, match="other.yaml: a file of flags has to come first"):
         common.parse_config(grpo.Config, ["--steps", "9", str(path)])
+    with pytest.raises(common.UserError, match="other.yaml: a file of flags has to come first"):
+        common.parse_config(grpo.Config, [str(path), str(path)])
+    for line, message in ("steps: true", "--steps: invalid int value: 'True'"), ("thinking: on", "invalid choice: 'True'"):
+        with pytest.raises(common.UserError, match=message):
+            common.parse_config(grpo.Config, [str(write(tmp_path / "true.yaml", line))])
     with pytest.raises(common.UserError, match="did you mean --eval_data"):
         common.parse_config(grpo.Config, ["--evaldata=eval.json"])
     with pytest.raises(common.UserError, match="unknown flag --1"):
@@ -614,6 +619,7 @@ def test_every_evaluation_is_on_the_held_out_problems(script, tmp_path, monkeypa
     assert asked == [[json.loads(line)["prompt"] for line in held_out.read_text().splitlines()]] * 2
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_run_from_python_or_a_notebook(tmp_path, monkeypatch):
     """There Ctrl-C stops at once. What handled it before still does, also if the run, as here, begins in a thread."""
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -1098,8 +1104,8 @@ def test_a_bug_in_one_of_several_processes_ends_it_at_once(monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("KeyError: 'a bug'\n")
 
 
-def test_a_pool_of_a_reward_function_ends_with_its_process(monkeypatch):
-    """One of several leaves by os._exit, which runs no exit handler: the pool would wait for work for ever."""
+def test_the_workers_of_a_reward_function_end_with_its_process(monkeypatch):
+    """One of several leaves by os._exit, which runs no exit handler: a ProcessPoolExecutor's would stay for ever."""
     monkeypatch.setattr(common, "world_size", lambda: 2)
     monkeypatch.setattr(os, "_exit", sys.exit)
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=[60])
