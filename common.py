@@ -916,8 +916,8 @@ def micro_batches(batch, blocks, max_tokens: int):
     total, prompt = (mask.sum(1).tolist() for mask in (batch.attention_mask, batch.attention_mask[:, :end]))
     # All that follows the prompt counts, up to the last token: a mask that leaves out what a tool wrote has holes, and
     # between turns there may be padding.
-    columns = torch.arange(1, batch.mask.shape[1] + 1, device=batch.mask.device)
-    completion = (batch.attention_mask[:, end:] * columns).amax(1).tolist()
+    numbers = torch.arange(1, batch.mask.shape[1] + 1, device=batch.mask.device)  # of the columns
+    completion = (batch.attention_mask[:, end:] * numbers).amax(1).tolist()
     blocks = [block if isinstance(block, list) else [int(block)] for block in blocks]
     rows = [row for block in blocks for row in block]
     copy_of = {row: hash((prompt[row], ids[end - prompt[row]:end + completion[row]].tobytes()))
@@ -1555,7 +1555,8 @@ def load_reward(cfg, wrong: float = 0.0):
                         pair (reward, correct)
     DIRECTORY           the score of that reward model; correct by the verifier, or if above 0 for rows without answer
 
-    --format_reward adds its weight times `format_reward`. Each rank judges its share of the completions.
+    --format_reward adds its weight times `format_reward`. Each rank judges its share of the completions; a UserError if
+    they are not the same on every rank.
     """
     model_scores = load_reward_model(cfg) if is_reward_model(cfg.reward) else None
     function = None if model_scores or cfg.reward == "verifier" else load_reward_function(cfg.reward)

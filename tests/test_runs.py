@@ -370,7 +370,7 @@ def test_flags_from_a_file_and_help(tmp_path, capsys):
         common.parse_config(grpo.Config, ["--steps", "9", str(path)])
     with pytest.raises(common.UserError, match="other.yaml: a file of flags has to come first"):
         common.parse_config(grpo.Config, [str(path), str(path)])
-    for line, message in ("steps: true", "--steps: invalid int value: 'True'"), ("thinking: on", "invalid choice: 'True'"):
+    for line, message in ("steps: true", "--steps: invalid int value"), ("thinking: on", "--thinking: invalid choice"):
         with pytest.raises(common.UserError, match=message):
             common.parse_config(grpo.Config, [str(write(tmp_path / "true.yaml", line))])
     with pytest.raises(common.UserError, match="did you mean --eval_data"):
