@@ -1255,14 +1255,3 @@ def test_without_eval_data_the_script_says_so(tmp_path, capsys):
     cfg.eval_problems = cfg.data  # of dpo.py
     common.read_train_and_eval(cfg)
     assert "no --eval_data" not in capsys.readouterr().err
-
-
-def test_no_rankings_of_what_the_tiny_model_cannot_do(tmp_path, monkeypatch):
-    (tmp_path / "tiny").symlink_to(Path(common.build_tiny_model("arithmetic")).resolve())
-    problems = common.read_problems("arithmetic", "eval")[:4]
-    monkeypatch.setattr(common, "build_tiny_model", lambda data: str(tmp_path / "tiny"))
-    monkeypatch.setattr(common, "read_problems", lambda *_: problems)
-    monkeypatch.setattr(common, "is_equivalent", lambda *_: False)
-    with pytest.raises(common.UserError, match="arithmetic: the tiny model answers none"):
-        common.build_tiny_preferences("arithmetic", "eval")
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]  # nothing is kept

@@ -364,6 +364,17 @@ def test_before_the_first_update_all_held_out_pairs_tie(job, tmp_path, monkeypat
     assert [line["eval_pair_accuracy"] for line in read_metrics(tmp_path / "run")] == [0.5, 0.5]
 
 
+def test_no_rankings_of_what_the_tiny_model_cannot_do(tmp_path, monkeypatch):
+    (tmp_path / "tiny").symlink_to(ROOT / common.build_tiny_model("arithmetic"))
+    problems = common.read_problems("arithmetic", "eval")[:4]
+    monkeypatch.setattr(common, "build_tiny_model", lambda data: str(tmp_path / "tiny"))
+    monkeypatch.setattr(common, "read_problems", lambda *_: problems)
+    monkeypatch.setattr(common, "is_equivalent", lambda *_: False)
+    with pytest.raises(common.UserError, match="arithmetic: the tiny model answers none"):
+        common.build_tiny_preferences("arithmetic", "eval")
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]  # nothing is kept
+
+
 def test_on_policy_the_higher_of_two_rewards_above_0_is_chosen(tmp_path, monkeypatch):
     """Both answers count as correct, since 1 + their length is above 0: the longer one is chosen."""
     (tmp_path / "reward.py").write_text("def f(prompt, completion, row): return 1 + len(completion)\n")
