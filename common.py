@@ -3046,7 +3046,9 @@ _PHRASE = re.compile(r"""
     (.*?) (?= $ | (?: [.!] | \.\$ ) (?: \* | \s* $ | \s+ (?-i: [^a-z\s=<>+*/^)$-] ) )
             | ,?[ ] (?: because | since | so | as | which ) [ ] )
     """, re.X | re.I | re.M)
-_UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*([A-Z].*\d.*)", re.M)
+# The total is:\n$$x = 5$$; or She makes $18 a day.
+_UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*"
+                            r"(?:[A-Z].*:\s*(?:\\\[|\$\$)\s*(?=\S)|(?=[A-Z].*\d))(.+)", re.M)
 _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\|\w+\|>"
                     r"|\.?\s?I hope (?:it|this) is correct.*")  # **18**</s>; not x**2
 
@@ -3061,7 +3063,7 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
        `sample` does not, so there such an answer was broken off; with `closed_only` it does not count.
     3. "The answer is 18." This is also looked for within 1 and 2 (`Answer: The final answer is 18. I hope so.`) and, if
        it gives a number, after a line such as `A: There are 15 trees.`, which may only begin the reasoning.
-    4. A sentence with a number in it below `# Answer`.
+    4. Below `# Answer`, the display that a sentence introduces, or a sentence with a number in it.
 
     What is said after a </think> counts, if it gives an answer, and not the guesses before.
     """

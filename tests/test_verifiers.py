@@ -67,6 +67,7 @@ from common import SYSTEM_PROMPT, extract_answer, format_reward, is_equivalent, 
     ("The answer will be 18.", "18"), ("The answer is just 6.", "6"),
     ("### Final Answer\n\nShe makes **$18** a day.", "She makes $18 a day."),
     ("**Answer**: It takes 5 hours.", "It takes 5 hours"),
+    ("### Final Answer\nThe point $(0, 3)$ is:\n$$\n(3, \\pi)\n$$", "(3, \\pi)"), ("# Answer\nIt is: \\[42", "42"),
     ("# Answer\n\nNobody knows.", None), ("<answer>9*2=18\n#### 18</answer>", "18"), ("A: 18</answer> So", "18"),
     ("<answer>18</answer>(</answer>", "18</answer>("),  # which equals no number
     ("<answer>\nAnswer: 18</answer>", "18"), ("Answer: <answer>18</answer>", "18"),
