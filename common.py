@@ -3030,7 +3030,7 @@ _HEADING = re.compile(r"""
       (?! \**(?: (?: Step | Case | Note | Check | Solution | Explanation | Verification | Conclusion )\b
                | \d+[.):][ ]+[A-Za-z] ) )
     ) (?= \**[^\s*]) ( (?: (?! </?answer> ) . )+ )""", re.X | re.M)
-_LAST_MARK = re.compile(r"(?<=[.!?]) *(?=####[ ]*[^\s#<]{1,30}\s*\Z)")  # So each gets 2 bars. #### 2
+_LAST_MARK = re.compile(r"(?<=[.!?])[ *]*(?=####[ ]*[^\s#<]{1,30}\s*\Z)")  # So each gets 2 bars. #### 2
 _BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|(?P<open>\{)|(?P<close>\})|\\[{}]")
 _BETWEEN_BOXES = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")  # beside "and" or a comma
 _PHRASE = re.compile(r"""
@@ -3314,7 +3314,7 @@ def _clean(text: str) -> str:
     """
     for pattern, ours in _REWRITES:
         text = pattern.sub(ours, text)
-    return text.strip(" *_^\"`").rstrip(" .,:\\")
+    return text.strip(" *_^\"`").rstrip(" .,:。\\")
 
 
 _LETTER = re.compile(r"\\?[^\W\d_]+(?:_\{?\w+\}?)? ?")  # a name alone: x, \lambda, x_1
