@@ -1041,7 +1041,8 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
         if need_answer and not found:
             raise UserError(f"{place}: no answer (a string or a finite number) under answer or solution, which "
                             f"--reward verifier needs; it has {columns(row)}")
-        answer = (extract_answer(found[0]) or found[0]) if found else None  # None: for a reward function
+        # None is for a reward function. A proof's conclusion is no answer.
+        answer = (extract_answer(found[0], closed_only=True) or found[0]) if found else None
         problems.append(Problem(prompt, [], answer, row))
     # NuminaMath writes "proof" where there is no answer.
     kept = [p for p in problems if not need_answer or p.answer != "proof" and len(p.answer) <= LONGEST_ANSWER]
@@ -3049,22 +3050,25 @@ _PHRASE = re.compile(r"""
 # The total is:\n$$x = 5$$; or She makes $18 a day.
 _UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*"
                             r"(?:[A-Z].*:\s*(?:\\\[|\$\$)\s*(?=\S)|(?=[A-Z].*\d))(.+)", re.M)
+_CONCLUSION = re.compile(r"(?:.*[.!?]\s)?\W*((?:So|Thus|Therefore|Hence),? (?=.*\d).+\.[*$]*)")  # of the last line
 _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\|\w+\|>"
                     r"|\.?\s?I hope (?:it|this) is correct.*")  # **18**</s>; not x**2
 
 
 def extract_answer(text, closed_only: bool = False) -> str | None:
-    """The final answer of a completion, or None where it marks none. In order of precedence:
+    """The final answer of a completion, or None. In order of precedence:
 
     1. <answer>18</answer>, \\boxed{18}, or a line such as `#### 18` (or the end of the last line, behind a sentence),
        `# Answer` (18 may follow below), `Answer: 18` or `A: 18`: whichever ends last. Such marks may stand in one
        another: <answer>\\boxed{18}</answer>.
     2. What follows the last <answer>, though it is never closed: samplers that stop at </answer> cut the tag off.
-       `sample` does not, so there such an answer was broken off; with `closed_only` it does not count.
     3. "The answer is 18." This is also looked for within 1 and 2 (`Answer: The final answer is 18. I hope so.`) and, if
        it gives a number, after a line such as `A: There are 15 trees.`, which may only begin the reasoning.
     4. Below `# Answer`, the display that a sentence introduces, or a sentence with a number in it.
+    5. A last sentence that concludes something with a number in it: So, she makes $18 a day.
 
+    With `closed_only`, as in training, 2 and 5 do not count: `sample` does not cut a </answer> off, and a policy is to
+    learn to mark its answer.
     What is said after a </think> counts, if it gives an answer, and not the guesses before.
     """
     _, ended, said = str(text)[-LONGEST_COMPLETION:].rpartition("</think>")
@@ -3087,6 +3091,9 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
         answer = phrases[-1].strip()
     elif answer is None and (sentences := _UNDER_HEADING.findall(text)):
         answer = sentences[-1]
+    elif answer is None and not closed_only:
+        conclusion = _CONCLUSION.fullmatch(text.rstrip().rpartition("\n")[2][-LONGEST_ANSWER:])
+        answer = conclusion and conclusion[1]
     if answer and answer.count("}") > answer.count("{"):  # \text{The answer is 12.}
         answer = re.sub(r"\.?(?<!\\)\}(?:[.\s$*]|\\[\])])*$", "", answer)
     return _MARKS.sub("", answer or "") or None

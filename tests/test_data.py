@@ -648,7 +648,7 @@ def test_only_the_verifier_needs_answers(tmp_path):
 def test_a_text_is_no_answer_for_the_verifier(tmp_path, capsys):
     """NuminaMath has "proof" as the answer of every proof: the policy would learn to write that."""
     path = rows(tmp_path, {"prompt": "p", "answer": "proof"}, {"prompt": "q", "answer": "2"},
-                {"prompt": "r", "solution": "First, " + "we add. " * 99})
+                {"prompt": "r", "solution": "First, " + "we add. " * 99 + "So it is 2k."})
     assert [problem.prompt for problem in common.read_problems(path)] == ["q"]
     assert "left out 2 of 3 rows whose answer is a proof, or longer than 400" in capsys.readouterr().err
     assert len(common.read_problems(path, need_answer=False)) == 3

@@ -78,6 +78,24 @@ def test_the_last_answer_is_extracted(text, answer):
     assert extract_answer(text) == answer
 
 
+@pytest.mark.parametrize("text, conclusion, answer", [
+    ("2+5 = 7. So she has 7 apples.\n", "So she has 7 apples.", "7"),
+    ("- **Therefore, she earns $460.**", "Therefore, she earns $460.", "460"),
+    ("\\boxed{5}? no.</think>\n\nThus, it is $6$.", "Thus, it is $6$.", "6"),
+    ("Hence the pair is $(7, 6)$.", "Hence the pair is $(7, 6)$.", "(7,6)"),
+    ("So we get 9 x $2 = $18.", "So we get 9 x $2 = $18.", "18")])
+def test_a_last_sentence_that_concludes_is_an_answer_but_not_in_training(text, conclusion, answer):
+    assert extract_answer(text) == conclusion and is_equivalent(conclusion, answer)
+    assert not is_equivalent(conclusion.replace(answer[-1], "4"), answer)
+    assert extract_answer(text, closed_only=True) in (None, "5")
+
+
+@pytest.mark.parametrize("text", ["So she has 7", "So she has 7.\nLet me check.", "So she has some.", "Some 7 are left.",
+                                  "She has 7. So there.", "So: 7.5"])
+def test_other_sentences_conclude_nothing(text):
+    assert extract_answer(text) is None
+
+
 def test_of_a_long_text_the_end_counts():
     assert extract_answer("so " * 20_000 + "<answer>5</answer>") == "5"
     assert extract_answer("<answer>5</answer>" + "so " * 20_000) is None
