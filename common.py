@@ -3262,7 +3262,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
      lambda times: "*10^" + {"h": "2", "t": "3", "m": "6", "b": "9"}[times[1][0].lower()]),
     (r"\\frac\{ ?([a-z]{4,}) ?\}\{ ?([a-z]{4,}) ?\}", r"\1/\2"),
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
-    (r"(?i)^(?:(?:so|hence),? (?=-?\d)|(?:therefore|thus),? (?![a-z']{2,},? .*\d|[ai] )|(?:about|approximately"
+    (r"(?i)^(?:(?:so|hence|therefore|thus),? (?![a-z']{2,},? .*\d|[ai] \w)|(?:about|approximately"
      r"|exactly|roughly|given by|option|choice|an?(?= [a-z]{5,}$)) |USD? ?(?=-?\.?\d))", ""),
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z; but not a clause with the result in it
     (r"(?<=[\w)} ])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
@@ -3403,8 +3403,10 @@ def _parts(text: str) -> tuple[str, list[str]]:
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, but x^2 = 5 does not; x ≥ 5 agrees with [5, \\infty)."""
     if kind[-1] == "=":
-        # In x, x_1, f(-2), f(g(3)) and x_1 + x_2, all digits belong to an index or to the argument of a function.
+        # In x, x_1, f(-2), f(g(3)) and x_1 + x_2, all digits belong to an index or to the argument of a function, in
+        # 5 \star 1 to an operation that the question defines.
         rest = re.sub(r"(?<!log)_\{?[\d/,]+\}?|\^\{-1\}(?=\()"
+                      r"|\d+ ?(?:[@#]|\\(?:\#|star|ast|o(?:plus|times|dot)|diamond|bowtie|nabla|\w+suit)) ?\d+"
                       r"|(?<=[a-zA-Z})']) ?\(-?[^()+\d-]*\d[^()+-]*\)++(?! ?[\w(\\])", "", sides[0])
         is_name = not re.search(r"^-|\d", rest) or sides[-1].startswith("[[")  # A^{-1} before a matrix
         return _same(sides[-1], plain, depth) and (is_name or _same_value(sides[0], plain))
