@@ -389,14 +389,15 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_no_text_raises_or_takes_long(text):
-    """Every call takes bounded time, in any thread. It should be 50 ms; half a second allows for slow test machines."""
+    """Every call takes bounded time, in any thread. It should be 50 ms; half a second of the thread's own time allows
+    for slow test machines."""
     def all_of_them():
         for call in (lambda: extract_answer(text), lambda: is_equivalent(text, "5"), lambda: is_equivalent("5", text),
                      lambda: is_equivalent(text[:400], text[:399] + "1"), lambda: format_reward(text),
                      lambda: is_worked_out(text, "5", text), lambda: is_worked_out(text, text, text)):
-            began = time.perf_counter()
+            began = time.thread_time()  # not what other processes take meanwhile
             call()
-            slowest.append(time.perf_counter() - began)
+            slowest.append(time.thread_time() - began)
     slowest = []
     thread = threading.Thread(target=all_of_them)
     thread.start()
