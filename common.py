@@ -3254,6 +3254,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\s+", " "), (r"^ |[ .]+$", ""), (r"^([A-E]) ?\)$", r"\1"),  # A) is A
     (r"\{([^{}]*)\\(over|choose)(?![a-z])([^{}]*)\}",
      lambda pair: rf"\{'frac' if pair[2] == 'over' else 'binom'}{{{pair[1].strip()}}}{{{pair[3].strip()}}}"),
+    (r"\bC\((\d+), ?(\d+)\)", r"\\binom{\1}{\2}"),  # C(5, 2)
     # 44 \pmod{83}, 44 (mod 83) and 44 \mod 83 are 44 mod83, 07:30 is 7:30
     (r" ?(?:\\p?mod ?\{? ?|\( ?\\?b?mod )(\d+) ?[})]?", r" mod\1"), (r"\b0(?=\d:\d\d)", ""),
     # words: 12^{th} is 12, 2 million is 2*10^6, 8 square feet is 8 feet^2; about 45 and so, 45 are 45; an ellipse
