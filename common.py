@@ -3031,7 +3031,8 @@ _HEADING = re.compile(r"""
       (?! \**(?: (?: Step | Case | Note | Check | Solution | Explanation | Verification | Conclusion )\b
                | \d+[.):][ ]+[A-Za-z] ) )
     ) (?= \**[^\s*]) ( (?: (?! </?answer> ) . )+ )""", re.X | re.M)
-_LAST_MARK = re.compile(r"(?<=[.!?])[ *]*(?=####[ ]*[^\s#<]{1,30}\s*\Z)")  # So each gets 2 bars. #### 2
+_LAST_MARK = re.compile(r"(?<=[.!?])[ *]*(?=####[ ]*[^\s#<]{1,30}\s*\Z)"  # So each gets 2 bars. #### 2
+                        r"|(?<=[.!?$]) (?=Final Answer: The final answer is )")  # as Minerva's prompt has it
 _BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|(?P<open>\{)|(?P<close>\})|\\[{}]")
 _BETWEEN_BOXES = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")  # beside "and" or a comma
 _PHRASE = re.compile(r"""
