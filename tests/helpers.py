@@ -119,6 +119,17 @@ def beside(job):
     return mark
 
 
+def run_beside(script: str, *flags):
+    """A job for `beside`: run the script to its end -> (its output directory, what it said)."""
+    def job(folder, _):
+        errors = folder / "stderr"
+        process = fork_script(errors, script, *flags, "--output_dir", folder / "run")
+        process.join()
+        assert process.exitcode == 0, errors.read_text()
+        return folder / "run", errors.read_text()
+    return job
+
+
 def few_problems(folder) -> Path:
     """A file of twenty held-out problems."""
     path = Path(folder) / "few.jsonl"

@@ -8,9 +8,9 @@ import torch
 
 import common
 import grpo
-from helpers import (ROOT, assert_metrics, assert_same_gradient, assert_same_weights, begin_with, is_right,
+from helpers import (ROOT, assert_metrics, assert_same_gradient, assert_same_weights, begin_with, beside, is_right,
                      load_tiny_model, plain_entropies, plain_finished, plain_logprobs, plain_update, random_model,
-                     read_metrics, record_run, run_script)
+                     read_metrics, record_run, run_beside, run_script)
 
 
 # ---------------------------------------------------------------------------------------------------- advantages
@@ -206,11 +206,10 @@ def test_every_update_is_that_of_the_plain_algorithm(divide, beta, longest, tmp_
     assert any(step.metrics["clip_fraction"] > 0 for step in steps)  # ε was small enough to clip
 
 
-def test_a_whole_run_learns_and_its_model_loads(tmp_path):
+@beside(run_beside("grpo.py", "--steps", 6, "--eval_every", 3, "--eval_samples", 2, "--save_every", 5))
+def test_a_whole_run_learns_and_its_model_loads(job):
     """Six steps: the first is on-policy, accuracy rises, and the log, samples and model are written."""
-    out = tmp_path / "run"
-    said = run_script("grpo.py", "--steps", 6, "--eval_every", 3, "--eval_samples", 2, "--save_every", 5,
-                      "--output_dir", out)
+    out, said = job
     metrics = read_metrics(out)
     assert [m["step"] for m in metrics] == list(range(7))
     first = metrics[1]
