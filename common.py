@@ -3179,7 +3179,7 @@ def is_equivalent(prediction, answer) -> bool:
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
 _ARITHMETIC = re.compile(r"[\d)}][.|]?[-+*](?!\{?10\}?[\^⁻⁰¹²³⁴-⁹])[-+]*[\d({|.\\}]"  # not 2*10^6
-                         r"|(?<![a-z_])[\d).][({|]+[-+\d.]|[\d)]!|\\binom|\\choose")  # 7(8), not \frac1{2}
+                         r"|(?<![a-z_])[\d).][({|]+[-+\d.]|[\d)]!|\\binom|\\choose|C\(\d+,\d")  # 7(8), not \frac1{2}
 _FORMULA = re.compile(r"[\w)}][-+*/^][\w({\\]|\\[a-z]")  # 1/2, x+1, \sqrt{2}; `_bare` has left out spaces and \text
 _QUOTIENT = re.compile(r"\d[)}]*/[-({]*[\d.]|\\frac[-({]*[\d.]")  # 144/12
 _FRACTION = re.compile(r"\\frac(?:\{(\w+)\}|(\w))(?:\{(\w+)\}|(\w))")  # \frac{1}{2}, \frac12
@@ -3195,7 +3195,7 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     """
     def plain(text):  # x^{2} is x^2, and \frac{1}{2} is 1/2
         return re.sub("[{}]", "", _FRACTION.sub(r"\1\2/\3\4", _bare(text))).rstrip(".")
-    answer, gold = answer[:LONGEST_ANSWER], _clean(gold)
+    answer, gold = (extract_answer(answer) or answer)[:LONGEST_ANSWER], _clean(gold)  # as `is_equivalent` reads it
     statement = _STATEMENT.fullmatch(_clean(answer))  # The sum of 57+68 is 125
     concluded = statement[1] if statement else answer
     value, bare, asked = _clean(concluded), _bare(concluded), _bare(prompt)
@@ -3206,8 +3206,9 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
         if Fraction(gold).denominator == 1:
             forms.append((_QUOTIENT, value.replace(" ", "")))
         for form, text in forms:
-            sides = [side for side in text.split("=") if re.search(r"\d", side)]
-            if sides and all(map(form.search, sides)):  # of 57+68=125, the second is worked out
+            sides = [side for side in text.split("=") if side]  # the first and the last are those that were compared
+            compared = sides[-1:] + [side for side in sides[:1] if not _is_name(side)]
+            if all(map(form.search, compared)):  # of 57+68=125, the second is worked out
                 return False
     copied = _FORMULA.search(bare) and re.search(rf"(?<![\d.]){re.escape(plain(concluded))}(?!\d)", plain(prompt))
     # y = x+1 is x+1, and 1/2 hour is 1/2
@@ -3255,7 +3256,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\s+", " "), (r"^ |[ .]+$", ""), (r"^([A-E]) ?\)$", r"\1"),  # A) is A
     (r"\{([^{}]*)\\(over|choose)(?![a-z])([^{}]*)\}",
      lambda pair: rf"\{'frac' if pair[2] == 'over' else 'binom'}{{{pair[1].strip()}}}{{{pair[3].strip()}}}"),
-    (r"\bC\((\d+), ?(\d+)\)", r"\\binom{\1}{\2}"),  # C(5, 2)
+    (r"\bC\((\d+), ?(\d+)\)", r"\\binom{\1}{\2}"),  # ways to choose
     # 44 \pmod{83}, 44 (mod 83) and 44 \mod 83 are 44 mod83, 07:30 is 7:30
     (r" ?(?:\\p?mod ?\{? ?|\( ?\\?b?mod )(\d+) ?[})]?", r" mod\1"), (r"\b0(?=\d:\d\d)", ""),
     # words: 12^{th} is 12, 2 million is 2*10^6, 8 square feet is 8 feet^2; about 45 and so, 45 are 45; an ellipse
@@ -3402,15 +3403,19 @@ def _parts(text: str) -> tuple[str, list[str]]:
     return kind, parts
 
 
+def _is_name(side: str) -> bool:
+    """Whether one side of an equation only names its value. In x, x_1, f(-2), f(g(3)) and x_1 + x_2, all digits belong
+    to an index or to the argument of a function, in 5 \\star 1 to an operation that the question defines."""
+    rest = re.sub(r"(?<!log)_\{?[\d/,]+\}?|\^\{-1\}(?=\()"
+                  r"|\d+ ?(?:[@#]|\\(?:\#|star|ast|o(?:plus|times|dot)|diamond|bowtie|nabla|\w+suit)) ?\d+"
+                  r"|(?<=[a-zA-Z})']) ?\(-?[^()+\d-]*\d[^()+-]*\)++(?! ?[\w(\\])", "", side)
+    return not re.search(r"^-|\d", rest)
+
+
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, but x^2 = 5 does not; x ≥ 5 agrees with [5, \\infty)."""
     if kind[-1] == "=":
-        # In x, x_1, f(-2), f(g(3)) and x_1 + x_2, all digits belong to an index or to the argument of a function, in
-        # 5 \star 1 to an operation that the question defines.
-        rest = re.sub(r"(?<!log)_\{?[\d/,]+\}?|\^\{-1\}(?=\()"
-                      r"|\d+ ?(?:[@#]|\\(?:\#|star|ast|o(?:plus|times|dot)|diamond|bowtie|nabla|\w+suit)) ?\d+"
-                      r"|(?<=[a-zA-Z})']) ?\(-?[^()+\d-]*\d[^()+-]*\)++(?! ?[\w(\\])", "", sides[0])
-        is_name = not re.search(r"^-|\d", rest) or sides[-1].startswith("[[")  # A^{-1} before a matrix
+        is_name = _is_name(sides[0]) or sides[-1].startswith("[[")  # A^{-1} before a matrix
         return _same(sides[-1], plain, depth) and (is_name or _same_value(sides[0], plain))
     if kind == "≠" and _LETTER.fullmatch(sides[0]):
         return _same(f"(-\\infty,{sides[1]})∪({sides[1]},\\infty)", plain, depth)
