@@ -1,6 +1,6 @@
 """Set-up of the tests: CPU only, offline, and the tiny model that most of them start from."""
+import multiprocessing
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,27 +16,62 @@ sys.path.insert(0, str(ROOT))
 pytest.register_assert_rewrite("helpers")
 
 WITHOUT_TINY_MODEL = {"test_common.py", "test_data.py", "test_run_details.py", "test_verifiers.py"}
+BESIDE = {"test_dapo.py", "test_ppo.py"}  # a second process runs these, on the other core
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Put tests without the tiny model first, while it is being built, and those that wait for a job last."""
-    items.sort(key=lambda item: (hasattr(item.function, "job"), item.path.name not in WITHOUT_TINY_MODEL))
+    files = {item.path.name for item in items}
+    here = files <= BESIDE or config.option.usepdb or config.option.capture == "no" or hasattr(config, "workerinput")
+    for item in items:
+        item.beside = item.path.name in BESIDE and not here and "TESTS_BESIDE" not in os.environ
+    items.sort(key=lambda item: (item.beside or hasattr(item.function, "job"),
+                                 item.path.name not in WITHOUT_TINY_MODEL))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def builder(request):
-    """A background process that builds the tiny model under runs/, if it is not there yet (40 s of one core)."""
+def jobs(request, tmp_path_factory):
+    """{job: Future of its result}: what runs in the background, one after another. The first job builds the tiny model
+    under runs/, if it is not there yet (35 s of one core)."""
+    import helpers
     os.chdir(ROOT)  # runs/ is relative to the working directory
-    build = "import common; common.setup_device(); common.build_tiny_model('arithmetic')"
-    wanted = any(item.path.name not in WITHOUT_TINY_MODEL for item in request.session.items)
-    with subprocess.Popen([sys.executable, "-c", build if wanted else ""]) as process:
-        yield process
+    parameters = {helpers.build_tiny_model: [], helpers.run_tests: []}
+    for item in request.session.items:
+        if item.beside:
+            parameters[helpers.run_tests].append(item.nodeid)
+        elif job := getattr(item.function, "job", None):
+            parameters.setdefault(job, []).extend(item.callspec.params.values() if hasattr(item, "callspec") else ())
+    if all(item.path.name in WITHOUT_TINY_MODEL for item in request.session.items):
+        parameters = {}
+    pool = ThreadPoolExecutor(1)
+    yield {job: pool.submit(job, tmp_path_factory.mktemp("job"), given) for job, given in parameters.items()}
+    for process in multiprocessing.active_children():  # with -x or Ctrl-C the tests may end before the jobs
+        process.kill()
+    pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(autouse=True)
-def tiny_model(request, builder):
+def tiny_model(request, jobs):
     if request.path.name not in WITHOUT_TINY_MODEL:
-        assert builder.wait() == 0, "the tiny model cannot be built"
+        import helpers
+        jobs[helpers.build_tiny_model].result()
+
+
+@pytest.fixture
+def job(request, jobs):
+    """Wait for the test's own job (see `beside`), and return its result."""
+    return jobs[request.function.job].result()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """A test that the second process runs has that one's outcome."""
+    if pyfuncitem.beside:
+        import helpers
+        outcomes = pyfuncitem.funcargs["jobs"][helpers.run_tests].result()
+        if failure := outcomes[pyfuncitem.nodeid]:
+            pytest.fail(failure, pytrace=False)
+        return True
 
 
 @pytest.fixture(autouse=True)
@@ -46,26 +81,6 @@ def apart(monkeypatch):
     import common
     monkeypatch.setattr(common.Run, "catches_signals", False)
     monkeypatch.setattr(common.multiprocessing, "active_children", list)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def jobs(request, builder, tmp_path_factory):
-    """{job: Future of its result}. Once the tiny model is built, the jobs run one after another in the background."""
-    parameters = {}
-    for item in request.session.items:
-        if job := getattr(item.function, "job", None):
-            parameters.setdefault(job, []).extend(item.callspec.params.values() if hasattr(item, "callspec") else ())
-    pool = ThreadPoolExecutor(1)
-    pool.submit(builder.wait)
-    yield {job: pool.submit(job, tmp_path_factory.mktemp("job"), selected) for job, selected in parameters.items()}
-    builder.kill()  # with -x or Ctrl-C the tests may end before it does
-    pool.shutdown(cancel_futures=True)
-
-
-@pytest.fixture
-def job(request, jobs):
-    """Wait for the test's own job (see `beside`), and return its result."""
-    return jobs[request.function.job].result()
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import torch
 
 import common
 import grpo
-from helpers import (ROOT, assert_metrics, assert_same_gradient, assert_same_weights, begin_with, beside, is_right,
-                     load_tiny_model, plain_entropies, plain_finished, plain_logprobs, plain_update, random_model,
-                     read_metrics, record_run, run_beside, run_script)
+from helpers import (ROOT, assert_metrics, assert_same_gradient, assert_same_weights, begin_with, beside, ended_well,
+                     fork, is_right, launch_script, load_tiny_model, plain_entropies, plain_finished, plain_logprobs,
+                     plain_update, random_model, read_metrics, record_run, run_script)
 
 
 # ---------------------------------------------------------------------------------------------------- advantages
@@ -206,7 +206,14 @@ def test_every_update_is_that_of_the_plain_algorithm(divide, beta, longest, tmp_
     assert any(step.metrics["clip_fraction"] > 0 for step in steps)  # ε was small enough to clip
 
 
-@beside(run_beside("grpo.py", "--steps", 6, "--eval_every", 3, "--eval_samples", 2, "--save_every", 5))
+def run_six_steps(folder, _):
+    output = folder / "output"
+    ended_well(fork(output, launch_script, "grpo.py", "--steps", 6, "--eval_every", 3, "--eval_samples", 2,
+                    "--save_every", 5, "--output_dir", folder / "run"), output)
+    return folder / "run", output.read_text()
+
+
+@beside(run_six_steps)
 def test_a_whole_run_learns_and_its_model_loads(job):
     """Six steps: the first is on-policy, accuracy rises, and the log, samples and model are written."""
     out, said = job

@@ -13,9 +13,9 @@ from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassificati
 
 import common
 import ppo
-from helpers import (assert_metrics, assert_same_gradient, assert_same_weights, begin_with, beside, few_problems,
-                     is_right, load_tiny_model, on_few_problems, plain_entropies, plain_finished, plain_logprobs,
-                     plain_update, random_model, read_metrics, record_run, row_alone, run_beside, run_script, save)
+from helpers import (assert_metrics, assert_same_gradient, assert_same_weights, begin_with, few_problems, is_right,
+                     load_tiny_model, on_few_problems, plain_entropies, plain_finished, plain_logprobs, plain_update,
+                     random_model, read_metrics, record_run, row_alone, run_script, save)
 
 LENGTHS = [6, 3, 1, 0]  # from the full width to a completion without tokens
 MASK = torch.arange(6) < torch.tensor(LENGTHS)[:, None]
@@ -660,10 +660,10 @@ def test_a_reward_model_needs_no_embedding_of_its_pad_token(tmp_path, policy_dir
 
 # ---------------------------------------------------------------------------------------------------- whole runs
 
-@beside(run_beside("ppo.py", "--steps", 2, "--prompts_per_step", 192))
-def test_a_whole_run_learns_and_its_model_loads(job):
+def test_a_whole_run_learns_and_its_model_loads(tmp_path):
     """Two steps: the first samples from the reference, with a critic that predicts 0; accuracy rises; model/ loads."""
-    out, _ = job
+    out = tmp_path / "run"
+    run_script("ppo.py", "--steps", 2, "--prompts_per_step", 192, "--output_dir", out)
     metrics = read_metrics(out)
     assert [m["step"] for m in metrics] == list(range(3))
     first = metrics[1]

@@ -1,4 +1,5 @@
 """Whole runs: clear errors, exact resumption, and the same numbers for any number of processes."""
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -26,8 +27,8 @@ from tokenizers import Tokenizer, models
 
 import common
 import grpo
-from helpers import (ROOT, FakeRun, beside, few_problems, fork_script, on_few_problems, random_model, read_metrics,
-                     run_script, save)
+from helpers import (ROOT, FakeRun, beside, ended_well, few_problems, fork, fork_ranks, launch_script, on_few_problems,
+                     random_model, read_metrics, run_script, save)
 
 SCRIPTS = ["grpo", "dapo", "dr_grpo", "ppo", "dpo", "dpo --on_policy", "reward_model"]
 # Groups so large that a single process reads shared prefixes once. Most completions differ, so few rows are copies.
@@ -445,14 +446,12 @@ def kill_and_resume(folder, scripts):
         log, command = out / "metrics.jsonl", [*small(script), "--output_dir", out]
         for resume in ([], ["--resume"])[:2 if script == "grpo" else 1]:
             written = log.stat().st_mtime_ns if resume else 0
-            process = fork_script(errors, *command, *resume)
+            process = fork(errors, launch_script, *command, *resume)
             wait_for(lambda: log.exists() and log.stat().st_mtime_ns > written, process, errors.read_text)
             time.sleep(draw.uniform(0.0, 0.7))
             process.kill()
             process.join()
-        process = fork_script(errors, *command, "--resume")
-        process.join()
-        assert process.exitcode == 0, errors.read_text()
+        ended_well(fork(errors, launch_script, *command, "--resume"), errors)
     return folder
 
 
@@ -482,7 +481,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, code, he
     descriptor = os.open(errors, os.O_RDONLY | os.O_NONBLOCK)  # otherwise `open` waits for a writer
     os.set_blocking(descriptor, True)
     reader = open(descriptor)
-    process = fork_script(errors, *command)
+    process = fork(errors, launch_script, *command)
     wait_for((out / "metrics.jsonl").exists, process, reader.read)
     if not heard:
         reader.close()
@@ -551,13 +550,13 @@ def f(prompt, completion, row):
     out, errors = tmp_path / "run", tmp_path / "stderr"
     flags = ["--steps", 1, "--prompts_per_step", 1, "--group_size", 2, *on_few_problems(tmp_path),
              "--reward", f"{path}:f", "--output_dir", out]
-    process = fork_script(errors, "grpo.py", *flags)
+    process = fork(errors, launch_script, "grpo.py", *flags)
     wait_for((tmp_path / "waiting").exists, process, errors.read_text)
     for more in ["--resume"], ["--overwrite"]:
         assert "another run is writing there" in run_script("grpo.py", *flags, *more, code=2)
     (tmp_path / "go").touch()
-    process.join()
-    assert process.exitcode == 0 and [m["step"] for m in read_metrics(out)] == [0, 1], errors.read_text()
+    ended_well(process, errors)
+    assert [m["step"] for m in read_metrics(out)] == [0, 1]
 
 
 def test_a_run_that_has_ended_meanwhile_is_noticed(tmp_path, monkeypatch):
@@ -884,8 +883,8 @@ def test_tensors_of_the_gpu_meet_none_of_the_cpu(script, small, whole_run, tmp_p
     """`TensorsOnGpu` refuses what CUDA would. Otherwise the numbers are a CPU's. (Hot, rows end at different times.)"""
     expected = read_metrics(whole_run(script))
     graph_steps = request.getfixturevalue("tensors_on_gpu")
-    run_script(*small(script), "--steps", 2, "--output_dir", tmp_path / "run")
-    for metrics, on_cpu in zip(read_metrics(tmp_path / "run"), expected[:3], strict=True):
+    run_script(*small(script), "--steps", 1, "--output_dir", tmp_path / "run")
+    for metrics, on_cpu in zip(read_metrics(tmp_path / "run"), expected[:2], strict=True):
         assert_close(metrics, on_cpu, rel=1e-3, abs=1e-5)
     assert bool(graph_steps) == (script not in ("dpo", "reward_model"))  # these sample nothing
 
@@ -893,91 +892,89 @@ def test_tensors_of_the_gpu_meet_none_of_the_cpu(script, small, whole_run, tmp_p
 # ---------------------------------------------------------------------------------------------- several processes
 
 def run_in_two_processes(folder, scripts):
-    """Stop each script after step 2 and resume it -> the folder of the runs. One job runs all, to import torch once."""
+    """What `one_of_two` does, in two processes -> the folder of the runs."""
     small = small_runs(folder)
     runs = [[*map(str, small(script)), "--output_dir", str(folder / script)] for script in scripts]
     shutil.copytree(common.build_tiny_model("arithmetic"), folder / "tiny")
     write(folder / "tiny" / "generation_config.json", '{"eos_token_id": [1, 2]}')  # chat models have two EOS tokens
-    # In a process of its own: this function runs beside tests, whose random numbers a seed set here would change.
-    code = f"""import sys; sys.path[:0] = {[str(ROOT), str(ROOT / "tests")]!r}; from helpers import random_model
-model = random_model("DiffLlama", tie_word_embeddings=False)[0]
-model.save_pretrained({str(folder / "odd")!r})
-model.config.tie_word_embeddings = True
-model.config.save_pretrained({str(folder / "odd")!r})
-random_model("Rwkv")[0].save_pretrained({str(folder / "rwkv")!r})"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-    job = write(folder / "job.py", f"""
-import contextlib, dataclasses, importlib, os, signal, sys
-sys.path.insert(0, {str(ROOT)!r})
-import pytest, torch
-import common
-
-class Stopped(Exception):
-    pass
-
-def end_step(run, step, metrics, end_step=common.Run.end_step):
-    end_step(run, step, metrics)
-    if step == 2 and not run.cfg.resume:
-        raise Stopped
-common.Run.end_step = end_step
-
-for script, *flags in {runs!r}:
-    common.HEAD_SLICE["cpu"] = 500  # compute the head in slices, as for a large vocabulary
-    module = importlib.import_module(script.removesuffix(".py"))
-    sys.argv = [script, *flags]
-    with contextlib.suppress(Stopped):
-        module.main(common.parse_config(module.Config, flags))
-    module.main(common.parse_config(module.Config, [*flags, "--resume"]))
-directory = {str(folder / "tiny")!r}
-tokenizer = common.load_tokenizer(directory)
-model = common.load_model(directory, common.setup_device())
-assert common.eos_ids(model, tokenizer) == [tokenizer.eos_token_id, 2], model.generation_config  # on every rank
-rollout = common.sample(model, tokenizer, ["12+34=?"], 1, 8, greedy=True)  # fewer rows than ranks
-assert rollout.completions[0].startswith("<think>2+4=6"), rollout.completions
-
-# DiffLlama draws its constants from the CPU's random numbers, also where it is built without its weights. This one's
-# config.json ties the head to the embedding, but the weights do not.
-odd = common.load_model({str(folder / "odd")!r}, common.setup_device())
-assert odd.lm_head.weight is not odd.model.embed_tokens.weight
-first, second = common.gather_in_order([torch.get_rng_state()])
-assert torch.equal(first, second)
-
-# One row for two ranks: the second reads a single token, to keep step. From that no gradient reaches RWKV's time_decay.
-if hasattr(common.FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.11 lacks it
-    batch, norms = common.collate([[3, 4]], [[5, 6]], 0), []
-    for model in (common.AutoModelForCausalLM.from_pretrained({str(folder / "rwkv")!r}).eval(),
-                  common.load_model({str(folder / "rwkv")!r}, common.setup_device())):
-        plain = not isinstance(model, common.FSDPModule)
-        for rows, ids, mask, T in [(0, *batch[:2], 2)] if plain else common.micro_batches(batch, [0], 100):
-            common.token_logprobs(model, ids, mask, T)[0].sum().backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1)))
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4), norms
-
-rank = common.rank()
-def refuses(message, function, *args):
-    with pytest.raises(common.UserError, match=message):
-        function(*args)
-refuses("other rows", common.Shuffled, [common.Problem("1", [5], str(rank), {{}})], 0)  # another answer on each rank
-cfg = importlib.import_module("grpo").Config(output_dir=f"{folder}/on-machine-{{rank}}")
-refuses("--eval_data: holds other rows", common.encode_prompts, [common.Problem("1" * (rank + 1), [], "1", {{}})],
-        tokenizer, cfg, "--eval_data")
-common.Run.catches_signals = True
-refuses("--seed: another value on another machine", common.Run, dataclasses.replace(cfg, seed=rank))
-drawn = common.Rollout(torch.ones(1, 3), torch.ones(1, 3), torch.ones(1, 1) > 0, [str(rank)], torch.ones(1) > 0)
-refuses("completions differ", common.load_reward(cfg), [common.Problem("1", [3], "1", {{}})], drawn)
-if rank == 1:
-    os.mkdir(cfg.output_dir)
-    open(f"{{cfg.output_dir}}/.lock", "w").close()  # left by an earlier run
-run = common.Run(cfg)
-refuses("want a directory that all machines share", run.start, common.Shuffled([1], 0))
-for _ in range(2):  # from SLURM, and from torchrun, which had it from SLURM
-    os.kill(os.getpid(), signal.SIGTERM)
-assert run.stop_signal == signal.SIGTERM
-sys.argv = ["job"]
-common.launch(lambda cfg: None, common.RunConfig)  # exits as a script does
-""")
-    run_script(job, processes=2)
+    ranks = fork_ranks(folder / "stderr", one_of_two, folder, runs)
+    for rank in ranks:
+        ended_well(rank, folder / "stderr")
     return folder
+
+
+def one_of_two(folder, runs):
+    """Stop each run after step 2 and resume it; then check what one process alone cannot show."""
+    class Stopped(Exception):
+        pass
+
+    def end_step(run, step, metrics, end_step=common.Run.end_step):
+        end_step(run, step, metrics)
+        if step == 2 and not run.cfg.resume:
+            raise Stopped
+    common.Run.end_step = end_step
+    common.HEAD_SLICE["cpu"] = 500  # compute the head in slices, as for a large vocabulary
+    for script, *flags in runs:
+        module = importlib.import_module(script.removesuffix(".py"))
+        sys.argv = [script, *flags]
+        with contextlib.suppress(Stopped):
+            module.main(common.parse_config(module.Config, flags))
+        module.main(common.parse_config(module.Config, [*flags, "--resume"]))
+
+    def write_odd_models():
+        random_model("Rwkv")[0].save_pretrained(rwkv)
+        model = random_model("DiffLlama", tie_word_embeddings=False)[0]
+        model.save_pretrained(odd)
+        model.config.tie_word_embeddings = True
+        model.config.save_pretrained(odd)
+
+    device, rank = common.setup_device(), common.rank()
+    tiny, odd, rwkv = (str(folder / name) for name in ("tiny", "odd", "rwkv"))
+    tokenizer, model = common.load_tokenizer(tiny), common.load_model(tiny, device)
+    assert common.eos_ids(model, tokenizer) == [tokenizer.eos_token_id, 2], model.generation_config  # on every rank
+    rollout = common.sample(model, tokenizer, ["12+34=?"], 1, 8, greedy=True)  # fewer rows than ranks
+    assert rollout.completions[0].startswith("<think>2+4=6"), rollout.completions
+
+    # DiffLlama draws its constants from the CPU's random numbers, also where it is built without its weights. Here its
+    # config.json ties the head to the embedding, but the weights do not.
+    common.on_main_rank(write_odd_models)
+    torch.manual_seed(0)
+    untied = common.load_model(odd, device)
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+    first, second = common.gather_in_order([torch.get_rng_state()])
+    assert torch.equal(first, second)
+
+    # One row for two ranks: the second reads a single token, to keep step. It gives RWKV's time_decay no gradient.
+    if hasattr(common.FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.11 lacks it
+        batch, norms = common.collate([[3, 4]], [[5, 6]], 0), []
+        for model in (common.AutoModelForCausalLM.from_pretrained(rwkv).eval(), common.load_model(rwkv, device)):
+            plain = not isinstance(model, common.FSDPModule)
+            for rows, ids, mask, T in [(0, *batch[:2], 2)] if plain else common.micro_batches(batch, [0], 100):
+                common.token_logprobs(model, ids, mask, T)[0].sum().backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1)))
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4), norms
+
+    def refuses(message, function, *args):
+        with pytest.raises(common.UserError, match=message):
+            function(*args)
+    refuses("other rows", common.Shuffled, [common.Problem("1", [5], str(rank), {})], 0)  # another answer on each rank
+    cfg = grpo.Config(output_dir=f"{folder}/on-machine-{rank}")
+    refuses("--eval_data: holds other rows", common.encode_prompts, [common.Problem("1" * (rank + 1), [], "1", {})],
+            tokenizer, cfg, "--eval_data")
+    common.Run.catches_signals = True
+    refuses("--seed: another value on another machine", common.Run, dataclasses.replace(cfg, seed=rank))
+    drawn = common.Rollout(torch.ones(1, 3), torch.ones(1, 3), torch.ones(1, 1) > 0, [str(rank)], torch.ones(1) > 0)
+    refuses("completions differ", common.load_reward(cfg), [common.Problem("1", [3], "1", {})], drawn)
+    if rank == 1:
+        os.mkdir(cfg.output_dir)
+        write(Path(cfg.output_dir, ".lock"), "")  # left by an earlier run
+    run = common.Run(cfg)
+    refuses("want a directory that all machines share", run.start, common.Shuffled([1], 0))
+    for _ in range(2):  # from SLURM, and from torchrun, which had it from SLURM
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert run.stop_signal == signal.SIGTERM
+    sys.argv = ["grpo.py"]
+    common.launch(lambda cfg: None, common.RunConfig)  # exits as a script does
 
 
 @beside(run_in_two_processes)
@@ -1041,38 +1038,60 @@ def f(prompt, completion, row):
         raise KeyError("gold")
     return 1.0
 """)
-    return run_script("grpo.py", "--reward", f"{path}:f", "--output_dir", folder / "run", processes=2, code=1)
+    errors = folder / "stderr"
+    rank, other = fork_ranks(errors, launch_script, "grpo.py", "--reward", f"{path}:f", "--output_dir", folder / "run",
+                             *on_few_problems(folder))
+    rank.join()
+    other.kill()  # as torchrun does once a process has ended
+    return rank.exitcode, errors.read_text()
 
 
 @beside(fail_alone)
-def test_an_error_of_one_process_is_said_once_and_ends_all(job):
-    message, = [line for line in job.replace("\r", "\n").splitlines() if "grpo.py: error: " in line]
-    assert "raised KeyError: 'gold'" in message and "RuntimeError" not in job, job
+def test_an_error_of_one_process_ends_the_first_which_says_it(job):
+    code, stderr = job
+    message, = [line for line in stderr.replace("\r", "\n").splitlines() if "grpo.py: error: " in line]
+    assert code == 2 and "raised KeyError: 'gold'" in message and "Traceback" not in stderr, stderr
 
 
-def kill_one_of_them(folder, parts):
-    """Kill a rank or torchrun itself in a run of two processes -> {part: (number of ranks, torchrun's exit code, what
-    they wrote to stderr)}."""
-    done = {}
-    for killed in parts:
-        out = folder / killed
-        process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-             "grpo.py", "--steps", "1000", "--output_dir", str(out)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        wait_for((out / "metrics.jsonl").exists, process, process.stderr.read)
-        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(ranks[-1]) if killed == "rank" else process.pid, signal.SIGKILL)
-        stderr = process.communicate(timeout=90)[1]  # returns once every process has closed stderr
-        done[killed] = len(ranks), process.returncode, stderr
-    return done
+def without_waiting(*command):
+    time.sleep = lambda seconds: None  # for torchrun to end it
+    launch_script(*command)
 
 
-@beside(kill_one_of_them)
-@pytest.mark.parametrize("killed", ["rank", "torchrun"])
-def test_what_is_killed_takes_the_others_with_it(killed, job):
-    """A rank that hangs would waste the machine. One that outlives torchrun would write into the resumed run."""
-    ranks, code, stderr = job[killed]
-    assert ranks == 2 and code not in (0, None)
+def kill_a_rank(folder, _):
+    out, errors = folder / "run", folder / "stderr"
+    rank, other = fork_ranks(errors, without_waiting, "grpo.py", "--steps", 1000, "--output_dir", out,
+                             *on_few_problems(folder))
+    wait_for((out / "metrics.jsonl").exists, rank, errors.read_text)
+    other.kill()
+    rank.join()
+    return rank.exitcode, errors.read_text()
+
+
+@beside(kill_a_rank)
+def test_a_rank_that_is_killed_takes_the_other_with_it(job):
+    """One that hangs would waste the machine."""
+    code, stderr = job
+    assert code == 1 and "grpo.py: error: another process of this run has ended" in stderr
+    assert "Traceback" not in stderr, stderr
+
+
+def kill_torchrun(folder, _):
+    out = folder / "run"
+    flags = ["--steps", 1000, "--output_dir", out, *on_few_problems(folder)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "grpo.py", *flags]
+    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    wait_for((out / "metrics.jsonl").exists, process, process.stderr.read)
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    return len(ranks), process.communicate(timeout=90)[1]  # returns once every process has closed stderr
+
+
+@beside(kill_torchrun)
+def test_torchrun_that_is_killed_takes_its_ranks_with_it(job):
+    """One that outlives it would write into the resumed run."""
+    ranks, stderr = job
+    assert ranks == 2
     assert 'grpo.py", line' not in stderr, stderr  # no traceback of the script
 
 

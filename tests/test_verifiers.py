@@ -90,8 +90,8 @@ def test_a_last_sentence_that_concludes_is_an_answer_but_not_in_training(text, c
     assert extract_answer(text, closed_only=True) in (None, "5")
 
 
-@pytest.mark.parametrize("text", ["So she has 7", "So she has 7.\nLet me check.", "So she has some.", "Some 7 are left.",
-                                  "She has 7. So there.", "So: 7.5"])
+@pytest.mark.parametrize("text", ["So she has 7", "So she has 7.\nLet me check.", "So she has some.",
+                                  "Some 7 are left.", "She has 7. So there.", "So: 7.5"])
 def test_other_sentences_conclude_nothing(text):
     assert extract_answer(text) is None
 
