@@ -3018,8 +3018,8 @@ _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.S | re.I)
 _HEADING = re.compile(r"""
     ^[ \t]* (?:
       # "**Answer:** 18", or "# Answer" with 18 on a line below, unless a sentence begins there
-      (?: \#+[ ]\** | \*\* ) (?: A (?= \**: ) | (?i:(?:final[ ])?answer) (?= \**[ \t]* (?: : | $ ) ) )
-      (?: [\s*:$] | \\\[ | --- )* (?= [^\s*:$\#-] | -[^-] )
+      (?: \#+[ ](?:✅[ ]*)?\** | \*\* ) (?: A (?= \**: ) | (?i:(?:final[ ])?answer) (?= \**[ \t]* (?: : | $ ) ) )
+      (?: [\s*:]* (?<=\n)-[ ] )? (?: [\s*:$] | \\\[ | --- )* (?= [^\s*:$\#-] | -[^-] )
       (?! (?! (?: All[ ]real | No | None | [A-H][ ]and )[ ] ) [A-Z][\w']*[ ][a-z] )
     |
       # "Answer: 18", "A: 18" or "#### 18"; no "#### Step 1" or "#### 1. Read it"; with more below, no "#### Part 1"
@@ -3042,7 +3042,7 @@ _PHRASE = re.compile(r"""
     (?: [ ](?: is | are | (?:should|must|would|will)[ ]be )
         (?: [ ](?: simply | just | indeed | actually | only | equal[ ]to | given[ ]by ) )?
         | [ ]equals | \**: | [ ]= )
-    :? \** \s* (?: \}\s* )?
+    :? \** \s* (?: \}\s* | (?<=\n)[-•][ ]+ )?
     (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
     # up to the end of the sentence or a reason: "18 dollars because ..."; whole: "$5! = 120$", "5 sq. ft."
     (.*?) (?= $ | (?: [.!] | \.\$ ) (?: \* | \s* $ | \s+ (?-i: [^a-z\s=<>+*/^)$-] ) )
@@ -3053,7 +3053,7 @@ _UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*"
                             r"(?:[A-Z].*:\s*(?:\\\[|\$\$)\s*(?=\S)|(?=[A-Z].*\d))(.+)", re.M)
 _CONCLUSION = re.compile(r"(?:.*[.!?]\s)?\W*((?:So|Thus|Therefore|Hence),? (?=.*\d).+\.[*$]*)")  # of the last line
 _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\|\w+\|>"
-                    r"|\.?\s?I hope (?:it|this) is correct.*")  # **18**</s>; not x**2
+                    r"|\.?\s?I hope (?:it|this) is correct.*| ?(?:[✅✓✔]\ufe0f?|\\checkmark)")  # **18**</s> ✅; not x**2
 
 
 def extract_answer(text, closed_only: bool = False) -> str | None:
@@ -3126,8 +3126,11 @@ def format_reward(text) -> float:
 
 
 _DECIMAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)", re.ASCII)
-# A choice together with what it stands for: (D) 5, D. 5; not (A) B, (A) or B, nor (A) 5, (B) 6
-_OPTION = re.compile(r"[(\[]? ?([A-E]) ?[)\].:]+ (?! *,|(?:.*\W)?[A-E](?:\W*$|[).:\]]))(.+)")
+# A choice together with what it stands for: (D) 5, D. Vitamin D, C. Both A and B; not (A) B, (A) or B, nor (A) 5, (B) 6
+_OPTION = re.compile(r"""
+    [(\[]? [ ]? ([A-J]) [ ]? [)\].:]+ [ ] (?: (?= (?i: both | neither )\b )
+        | (?! [ ]*, | (?: (?:.*\W)? (?: or\b | and\b | , ) \W* )? [A-J]\W*$ | (?:.*\W)? [A-J][).:\]] ) ) (.+)""", re.X)
+_VERDICT = re.compile(r"(yes|no|true|false)[,.;] (?!.*\b(?:but|or|yes|no|true|false)\b).+", re.I)  # Yes, it is.
 _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; nothing that may change the number
     (?! All[ ] | .*[ ][-/][ ] | .*n't[ ] | .*(?<![\w'])(?: (?i: not | never | cannot | but ) | minus | negative
         | than(?=[ ]-?\d) | most | least | half | twice | double | triple | none | dozen | pi | sqrt | log | mod
@@ -3168,6 +3171,8 @@ def is_equivalent(prediction, answer) -> bool:
     for side, other in ((a, b), (b, a)):
         if option := _OPTION.fullmatch(side):  # (D) 5 agrees with D and with 5
             return option[1] == other.strip("()[]. ") or _same(_clean(option[2]), other)
+        if verdict := _VERDICT.fullmatch(side):
+            return verdict[1].lower() == other.lower()
         if _SENTENCE.fullmatch(side) and len(numbers := _NUMBER.findall(side)) == 1:  # a sentence, with its only number
             return _same(numbers[0], other)
         if worked := _WORKED.fullmatch(side):
@@ -3178,8 +3183,8 @@ def is_equivalent(prediction, answer) -> bool:
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
-_ARITHMETIC = re.compile(r"[\d)}][.|]?[-+*](?!\{?10\}?[\^⁻⁰¹²³⁴-⁹])[-+]*[\d({|.\\}]"  # not 2*10^6
-                         r"|(?<![a-z_])[\d).][({|]+[-+\d.]|[\d)]!|\\binom|\\choose|C\(\d+,\d")  # 7(8), not \frac1{2}
+_ARITHMETIC = re.compile(r"[\d)}\]][.|]?[-+*](?!\{?10\}?[\^⁻⁰¹²³⁴-⁹])[-+]*[\d({[|.\\}]"  # not 2*10^6
+                         r"|(?<![a-z_])[\d).][({[|]+[-+\d.]|[\d)]!|\\binom|\\choose|C\(\d+,\d")  # 7(8), not \frac1{2}
 _FORMULA = re.compile(r"[\w)}][-+*/^][\w({\\]|\\[a-z]")  # 1/2, x+1, \sqrt{2}; `_bare` has left out spaces and \text
 _QUOTIENT = re.compile(r"\d[)}]*/[-({]*[\d.]|\\frac[-({]*[\d.]")  # 144/12
 _FRACTION = re.compile(r"\\frac(?:\{(\w+)\}|(\w))(?:\{(\w+)\}|(\w))")  # \frac{1}{2}, \frac12
@@ -3193,27 +3198,37 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     where it is a whole one, no quotient; and a formula that the prompt contains is no answer, unless the gold one is
     the same formula.
     """
-    def plain(text):  # x^{2} is x^2, and \frac{1}{2} is 1/2
-        return re.sub("[{}]", "", _FRACTION.sub(r"\1\2/\3\4", _bare(text))).rstrip(".")
+    def plain(text):  # x^{2} is x^2, \frac{1}{2} is 1/2, and \sin(x) is \sin x
+        text = re.sub("[{}]", "", _FRACTION.sub(r"\1\2/\3\4", _bare(text))).rstrip(".")
+        return re.sub(r"(?<=[a-z])\((\w+)\)", r"\1", text)
+
+    def compared(text):  # of an equation, the last side and the first, but for a name
+        sides = [side for side in text.split("=") if side]
+        return sides[-1:] + [side for side in sides[:1] if not _is_name(side)]
+
+    def copied(formula):  # \sqrt50 from the question, perhaps as \sqrt50cm
+        without_unit = re.escape(re.sub(r"(?<=\d)[a-zA-Z]{2,}$", "", formula))
+        return _FORMULA.search(formula) and re.search(
+            rf"(?<![\d.])(?:{re.escape(formula)}(?!\d)|{without_unit}(?![\da-zA-Z]))", question)
     answer, gold = (extract_answer(answer) or answer)[:LONGEST_ANSWER], _clean(gold)  # as `is_equivalent` reads it
     statement = _STATEMENT.fullmatch(_clean(answer))  # The sum of 57+68 is 125
     concluded = statement[1] if statement else answer
     value, bare, asked = _clean(concluded), _bare(concluded), _bare(prompt)
-    if re.match(r"[{(*]*[A-E][).:]", bare) and re.sub("[{}*]", "", bare) in re.sub("[{}*]", "", asked):
+    if re.match(r"[{(*]*[A-J][).:]", bare) and re.sub("[{}*]", "", bare) in re.sub("[{}*]", "", asked):
         return True  # (B) 3/4, one of the choices in the prompt
     if _DECIMAL.fullmatch(gold):
         forms = [(_ARITHMETIC, bare)]
         if Fraction(gold).denominator == 1:
             forms.append((_QUOTIENT, value.replace(" ", "")))
         for form, text in forms:
-            sides = [side for side in text.split("=") if side]  # the first and the last are those that were compared
-            compared = sides[-1:] + [side for side in sides[:1] if not _is_name(side)]
-            if all(map(form.search, compared)):  # of 57+68=125, the second is worked out
+            if all(map(form.search, compared(text))):  # of 57+68=125, the second is worked out
                 return False
-    copied = _FORMULA.search(bare) and re.search(rf"(?<![\d.]){re.escape(plain(concluded))}(?!\d)", plain(prompt))
+    formula, question = plain(concluded), plain(prompt)
+    if not copied(formula) and not all(map(copied, compared(formula))):
+        return True
     # y = x+1 is x+1, and 1/2 hour is 1/2
     value, gold = (re.sub(r"^[a-z](?:\(\w\))?=|(?<=\d)[a-zA-Z]+$", "", plain(text)) for text in (value, gold))
-    return not copied or value == gold
+    return value == gold
 
 
 def _bare(text: str) -> str:
@@ -3225,11 +3240,12 @@ def _bare(text: str) -> str:
 _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
     "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \large \Large \LARGE \huge \! \( \) "
         r"\[ \] \$ $ € £ ₹ ¥ \% % ¢",
-    " ": r"\, \: \; \quad \qquad ~ \rm \bf \ ", ",": "; &", "-": "− – —", "*": r"\times \cdot × ⋅ ·", "/": r"\div ÷ ⁄",
-    "^": "**", "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=", "<": r"\lt", ">": r"\gt",
-    "=": r"\equiv ≡", "≠": r"\ne \neq !=", "∈": r"\in", "±": r"\pm \mp", "‹": r"\{ \lbrace", "›": r"\} \rbrace",
-    ":": r"\colon", "∪": r"\cup \bigcup", "|": r"\vert \lvert \rvert \mid", " or ": r"\lor \vee", "(": r"\langle",
-    ")": r"\rangle", "'": "’", "\\frac": r"\dfrac \tfrac \cfrac \nicefrac \sfrac", "\\binom": r"\dbinom \tbinom",
+    " ": r"\, \: \; \quad \qquad ~ \rm \bf \ ", ",": "; &", "-": "− – — ‑ ‐", "+": "＋", "*": r"\times \cdot × ⋅ · ＊",
+    "/": r"\div ÷ ⁄ ／", "^": "**", "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=",
+    "<": r"\lt", ">": r"\gt", "=": r"\equiv ≡", "≠": r"\ne \neq !=", "∈": r"\in", "±": r"\pm \mp",
+    "‹": r"\{ \lbrace", "›": r"\} \rbrace", ":": r"\colon", "∪": r"\cup \bigcup",
+    "|": r"\vert \lvert \rvert \mid", " or ": r"\lor \vee", "(": r"\langle", ")": r"\rangle", "'": "’",
+    "\\frac": r"\dfrac \tfrac \cfrac \nicefrac \sfrac", "\\binom": r"\dbinom \tbinom",
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"
               r" \boldsymbol \bm \mathit \mathsf \textsf \texttt \emph \underline",
     "\\ldots ": r"... \dots \cdots", "\\overline": r"\bar", "\\epsilon": r"\varepsilon", "\\phi": r"\varphi",
@@ -3253,7 +3269,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"°", " "),
     *[(r"\\text\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}", r" \1 ")] * 2,  # \mathbf{5\text{ cm}}
     (r"\{ ?([-+:]) ?\}|(?<=.)\{ ?\}|\\(?:text)?color ?\{\w+\}", r"\1"),
-    (r"\s+", " "), (r"^ |[ .]+$", ""), (r"^([A-E]) ?\)$", r"\1"),  # A) is A
+    (r"\s+", " "), (r"^ |[ .]+$", ""), (r"^([A-J]) ?\)$", r"\1"),  # A) is A
     (r"\{([^{}]*)\\(over|choose)(?![a-z])([^{}]*)\}",
      lambda pair: rf"\{'frac' if pair[2] == 'over' else 'binom'}{{{pair[1].strip()}}}{{{pair[3].strip()}}}"),
     (r"\bC\((\d+), ?(\d+)\)", r"\\binom{\1}{\2}"),  # ways to choose
@@ -3268,7 +3284,9 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?i)^(?:(?:so|hence|therefore|thus),? (?![a-z']{2,},? .*\d|[ai] \w)|(?:about|approximately"
      r"|exactly|roughly|given by|option|choice|an?(?= [a-z]{5,}$)) |USD? ?(?=-?\.?\d))", ""),
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z; but not a clause with the result in it
-    (r"(?<=[\w)} ])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
+    (r"(?<=[\w)}\] ])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
+    (r"(?<=[\w)}\]]) ?\( ?\w ?∈ ?[NRZ](?: ?[_^] ?\{? ?[*+] ?\}?)? ?\)", ""),
+    (r"_\{1, ?2\} ?(?==)", ""),  # x_{1,2} = 1 ± \sqrt2
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 base 2
     (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),
     (r"[({]([\dA-F]\w*)[)}] ?(?=_[\d{])| ?\(?\bbase (\d+)\)?", lambda base: base[1] or f"_{base[2]}"),
@@ -3305,6 +3323,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     # 2 1/2 and 2\frac{1}{2} are (2+1/2), 0.1\overline{6} is (0.10+6/90), 1.5 x 10^3 is 1.5*10^3
     # and 4 x 10 = 40 is 4*10 = 40; but 3 x 4 inches is a size
     (r"(?<![\w.^)}])(\d+)(?: (\d+/\d+)| ?(\\frac\{\d+\}\{\d+\}))", r"(\1+\2\3)"),
+    (r"(?<=\d)\.\((\d+)\)", r".\\overline{\1}"),  # 0.(3)
     (r"(\d*)\.(\d*) ?\\(?:overline|dot)\{(\d+)\}",
      lambda d: f"({d[1]}.{d[2]}0+{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
     (r"(?<=\d) ?x ?(?=10\^)|(?<=\d) x (?=\.?\d[^,]*=)", "*"),
@@ -3360,6 +3379,9 @@ def _same(a: str, b: str, depth: int = 0) -> bool:
         return False
     if depth or len(a_parts) > LONGEST_LIST or not {a_kind, b_kind} <= {"", "‹›"}:
         alike = a_kind == b_kind or a_kind + b_kind in ("()", "[]", "‹›")  # 1, 2 for (1, 2)
+        names = [part.split("=")[0] for part in a_parts + b_parts if "=" in part]
+        if a_kind != b_kind and len(set(names)) < len(names):  # but x = 1, x = 2 are no interval
+            return False
         return alike and all(_same(x, y, depth + 1) for x, y in zip(a_parts, b_parts))
     for x in a_parts:  # in any order
         match = next((y for y in b_parts if _same(x, y, depth + 1)), None)
@@ -3432,6 +3454,9 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
     """Whether both sides agree, or their difference is the same up to a factor: 2x = 6y and x - 3y = 0."""
     if all(_same(x, y, depth) for x, y in zip(a, b)):
         return True
+    if depth and kind == "=" and any(re.fullmatch(rf"{re.escape(name.strip())}_\{{?\d\}}? ?", numbered)
+                                     for name, numbered in ((a[0], b[0]), (b[0], a[0]))):
+        return _same(a[1], b[1], depth)  # of x_1 = 2, x_2 = 3 the first is x = 2
     if a[0] == b[0] and _LETTER.fullmatch(a[0]):  # x - e^{-40} and x - e^{-50} are equal after rounding
         return False
     (gaps, _), (others, _) = (_values(f"({sides[0]})-({sides[1]})") for sides in (a, b))
@@ -3469,13 +3494,13 @@ def _same_value(a: str, b: str) -> bool:
         abbreviates = short[0] == long[0] and all(letter in letters for letter in short)
         if not abbreviates or re.findall("[^a-z]", short) != re.findall("[^a-z]", long):
             return False
-    if a == b or a.lower() == b.lower() and re.search(r"(?<!\\)\b[a-zA-Z]{2}", a):  # words in any case, but x is not X
+    if a == b or a.lower() == b.lower() and re.match(r"(?!.*[\\^_+*/=]).*\b[a-zA-Z]{2}", a):  # words; x is not X
         return True
     if re.fullmatch("[A-Z ]{2,}", a) and re.fullmatch("[A-Z ]{2,}", b):  # capitals are no product: ABC is not CAB
         return False
-    (values, error), (others, other_error) = _values(a), _values(b)
+    (values, errors), (others, other_errors) = _values(a), _values(b)
     constant = len({*values}) == len({*others}) == 1  # no letter counts
-    return all(_close(x, y, max(error, other_error), constant) for x, y in zip(values, others))
+    return all(_close(x, y, max(near), constant) for x, y, *near in zip(values, others, errors, other_errors))
 
 
 def _split_unit(text: str) -> tuple[str, str]:
@@ -3545,8 +3570,8 @@ _TOKEN = re.compile(rf"""
 
 
 @functools.lru_cache(4096)
-def _values(text: str) -> tuple[tuple, float]:
-    """The values of a formula at three points, and how far rounding may have put them off. Equal formulas have equal
+def _values(text: str) -> tuple[tuple, list[float]]:
+    """The values of a formula at three points, and how far rounding may have put each off. Equal formulas have equal
     values.
 
     At each point a letter stands for a number that follows from its name. There "(x+1)^2" and "x^2+2x+1" have the same
@@ -3559,7 +3584,7 @@ def _values(text: str) -> tuple[tuple, float]:
                   r"|(?<=[!i])(?<!\\frac\\pi) ?(?=\d)", "*", text)
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
     values, largest = zip(*(_value(words, modulus) for modulus in (1009, 1013, 1019)))
-    return values, 4e-15 * max(largest)  # some twenty roundings of the largest
+    return values, [4e-15 * size for size in largest]  # some twenty roundings of the largest
 
 
 def _value(words: list[str], modulus: int) -> tuple:

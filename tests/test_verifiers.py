@@ -73,6 +73,9 @@ from common import SYSTEM_PROMPT, extract_answer, format_reward, is_equivalent, 
     ("<answer>18</answer>(</answer>", "18</answer>("),  # which equals no number
     ("<answer>\nAnswer: 18</answer>", "18"), ("Answer: <answer>18</answer>", "18"),
     ("$x=\\boxed{1}$ and $x=\\boxed{-2}$", "1, -2"), ("$x=\\boxed{2}, y=\\boxed{3}$", "3"),
+    ("**Answer:** 18 ✅", "18"), ("**Answer: 18** ✔️", "18"), ("## ✅ Answer\n\n18", "18"),
+    ("\\boxed{18\\checkmark}", "18"), ("The answer is:\n\n- 18", "18"), ("**Answer:**\n\n- **18**", "18"), ("The answer is:\n-18", "-18"),
+    ("**Answer:**\n\\[\n- \\frac{1}{2}\n\\]", "- \\frac{1}{2}"), ("**Answer:**\n-18", "-18"),
     ("**Answer:** \\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}")])
 def test_the_last_answer_is_extracted(text, answer):
     assert extract_answer(text) == answer
@@ -275,6 +278,13 @@ SAME = [
     ("x <= 5", "x \\le 5"), ("x >= 5", "[5,\\infty)"), ("1,000/3", "1000/3"), ("nπ, n ∈ Z", "n\\pi"),
     ("2^6 3^5", "2^6*3^5"), ("He gave $100 + $60 = $160 to the shelter", "160"), ("She has 4 x .5 = 2 pies", "2"),
     ("{1\\over2}", "\\frac12"), ("5/36 (approximately 0.139)", "\\frac{5}{36}"),
+    ("D. Vitamin D", "D"), ("C) Both A and B", "C"), ("A. Hepatitis B.", "A"), ("(F) 12 J", "F"), ("(G) 5 cm.", "5 cm"),
+    ("Yes, it converges.", "Yes"), ("\\text{No, it is not}", "No"), ("True; all are.", "true"), ("HEADS", "heads"),
+    ("x=\\frac{\\pi}{4}+k\\pi(k \\in \\mathbb{Z})", "x = k\\pi + \\frac{\\pi}{4}, k \\in \\mathbb{Z}"),
+    ("a_{n}=2n-1(n\\in\\mathbf{N}^{*})", "a_n = 2n-1"), ("[k\\pi, k\\pi+1], k \\in \\mathbb{Z}", "[k\\pi, k\\pi+1]"),
+    ("x=2 \\text{ or } x=3", "x_{1}=2, x_{2}=3"), ("x = 2, 3", "x_{1}=2, x_{2}=3"), ("(1,2)", "x=1, y=2"),
+    ("x_{1,2}=1 \\pm \\sqrt{2}", "x = 1 \\pm \\sqrt{2}"), ("0.(3)", "1/3"), ("1.(6)", "5/3"),
+    ("\u20115", "-5"), ("\\text{non\u2011negative}", "non-negative"),
     ("\\sqrt5(y-n)^2", "\\sqrt5y^2-2\\sqrt5yn+\\sqrt5n^2")]  # y and n stand for close numbers: the terms nearly cancel
 
 
@@ -362,6 +372,10 @@ def test_the_same_answer_written_another_way(a, b):
     ("x_1^2 = 5", "5"), ("(x-1)(x-2) = 5", "5"), ("4 x 10 = 30", "30"), ("(5/2)x = 5", "5"),
     ("3 x 4 inches", "12 inches"), ("\\log_2 x = 5", "5"), ("\\log_2(x) = 5", "5"), ("f(2)x = 5", "5"),
     ("x + (1/2)x = 5", "5"),
+    ("(B) A and C", "B"), ("Yes, but no", "yes"), ("No, it is", "Yes"), ("0.(6)", "0.(3)"), ("0.(3)", "0"),
+    ("x_1=3, x_2=2", "x_1=2, x_2=3"), ("x=-2, x=3", "[-2,3]"), ("x=2 \\text{ or } x=3", "(2,3)"),
+    ("\\frac{Mv}{M+m}", "\\frac{mv}{M+m}"), ("\\frac{mgR}{r}", "\\frac{mgr}{R}"), ("2\\pi Rh", "2\\pi rh"),
+    ("(2n)!+1", "(2n)!-1"), ("2^{n^2}+n", "2^{n^2}-n"), ("10^{2n}-1", "10^{2n}+1"),
     ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # long units are compared in linear time
 def test_another_answer(a, b):
     assert not is_equivalent(a, b) and not is_equivalent(b, a)
@@ -448,7 +462,16 @@ def test_no_text_raises_or_takes_long(text):
     ("The probability is $\\frac{1}{3}$.", "\\frac{1}{3}", "P(A) is 1/3. And P(B)?", True),
     ("5\\text{ cm}", "5", "A square has sides of $5\\text{ cm}$.", True), ("30^\\circ", "30", "$30^\\circ$", True),
     ("18 apples", "18", "He has 18 apples.", True), ("$18", "18", "He has $18.", True),
-    ("(0, 1)", "(0,1)", "(0, 1)", True)])
+    ("(0, 1)", "(0,1)", "(0, 1)", True),
+    # a name or a unit beside the question makes no answer of it
+    ("x=\\sqrt{50}", "5\\sqrt2", "Simplify $\\sqrt{50}$.", False), ("2^5 ways", "32", "What is $2^5$?", False),
+    ("f(x)=(x+1)^2", "x^2+2x+1", "Expand $(x+1)^2$.", False), ("\\sqrt{16}=\\sqrt{16}", "4", "\\sqrt{16}?", False),
+    ("\\sqrt{50} \\text{ cm}", "5\\sqrt2", "Simplify $\\sqrt{50}$.", False),
+    ("\\text{Answer}=\\log_2 8", "3", "Find $\\log_2 8$.", False),
+    ("\\sin(30^\\circ)", "0.5", "Compute $\\sin 30^\\circ$.", False),
+    ("x=5\\sqrt2", "5\\sqrt2", "Simplify $\\sqrt{50}$.", True), ("y=x+1", "x+1", "Where does x+1 lie?", True),
+    ("\uff15\uff17\uff0b68", "125", "57+68=?", False),
+    ("[57]+[68]", "125", "57+68=?", False), ("7[8]", "56", "", False)])
 def test_the_question_is_no_answer(answer, gold, prompt, worked_out):
     assert is_equivalent(answer, gold) and is_worked_out(answer, gold, prompt) == worked_out
 
