@@ -3212,17 +3212,14 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
             rf"(?<![\d.])(?:{re.escape(formula)}(?!\d)|{without_unit}(?![\da-zA-Z]))", question)
     answer, gold = (extract_answer(answer) or answer)[:LONGEST_ANSWER], _clean(gold)  # as `is_equivalent` reads it
     statement = _STATEMENT.fullmatch(_clean(answer))  # The sum of 57+68 is 125
-    concluded = statement[1] if statement else answer
+    concluded = statement[1] if statement else re.sub(r"^[a-zA-Z]+,? (?=\d)", "", answer)  # So 5(25)
     value, bare, asked = _clean(concluded), _bare(concluded), _bare(prompt)
     if re.match(r"[{(*]*[A-J][).:]", bare) and re.sub("[{}*]", "", bare) in re.sub("[{}*]", "", asked):
         return True  # (B) 3/4, one of the choices in the prompt
     if _DECIMAL.fullmatch(gold):
-        forms = [(_ARITHMETIC, bare)]
-        if Fraction(gold).denominator == 1:
-            forms.append((_QUOTIENT, value.replace(" ", "")))
-        for form, text in forms:
-            if all(map(form.search, compared(text))):  # of 57+68=125, the second is worked out
-                return False
+        whole, sides = Fraction(gold).denominator == 1, zip(compared(bare), compared(value.replace(" ", "")))
+        if all(_ARITHMETIC.search(typed) or whole and _QUOTIENT.search(side) for typed, side in sides):
+            return False  # but of 57+68=125, the second is worked out
     formula, question = plain(concluded), plain(prompt)
     if not copied(formula) and not all(map(copied, compared(formula))):
         return True

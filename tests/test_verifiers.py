@@ -74,7 +74,8 @@ from common import SYSTEM_PROMPT, extract_answer, format_reward, is_equivalent, 
     ("<answer>\nAnswer: 18</answer>", "18"), ("Answer: <answer>18</answer>", "18"),
     ("$x=\\boxed{1}$ and $x=\\boxed{-2}$", "1, -2"), ("$x=\\boxed{2}, y=\\boxed{3}$", "3"),
     ("**Answer:** 18 ✅", "18"), ("**Answer: 18** ✔️", "18"), ("## ✅ Answer\n\n18", "18"),
-    ("\\boxed{18\\checkmark}", "18"), ("The answer is:\n\n- 18", "18"), ("**Answer:**\n\n- **18**", "18"), ("The answer is:\n-18", "-18"),
+    ("\\boxed{18\\checkmark}", "18"), ("The answer is:\n\n- 18", "18"),
+    ("**Answer:**\n\n- **18**", "18"), ("The answer is:\n-18", "-18"),
     ("**Answer:**\n\\[\n- \\frac{1}{2}\n\\]", "- \\frac{1}{2}"), ("**Answer:**\n-18", "-18"),
     ("**Answer:** \\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}")])
 def test_the_last_answer_is_extracted(text, answer):
@@ -463,6 +464,7 @@ def test_no_text_raises_or_takes_long(text):
     ("5\\text{ cm}", "5", "A square has sides of $5\\text{ cm}$.", True), ("30^\\circ", "30", "$30^\\circ$", True),
     ("18 apples", "18", "He has 18 apples.", True), ("$18", "18", "He has $18.", True),
     ("(0, 1)", "(0,1)", "(0, 1)", True),
+    ("So 5(25)", "125", "", False), ("250/2=57+68", "125", "", False), ("So 125", "125", "", True),
     # a name or a unit beside the question makes no answer of it
     ("x=\\sqrt{50}", "5\\sqrt2", "Simplify $\\sqrt{50}$.", False), ("2^5 ways", "32", "What is $2^5$?", False),
     ("f(x)=(x+1)^2", "x^2+2x+1", "Expand $(x+1)^2$.", False), ("\\sqrt{16}=\\sqrt{16}", "4", "\\sqrt{16}?", False),
