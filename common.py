@@ -1408,7 +1408,8 @@ def prompt_and_answers(row: dict) -> tuple:
     if not all(answers) and row.get("responses"):
         answers, scores = row["responses"], row.get("scores")
         unread = [name for name, value in row.items()
-                  if isinstance(value, list) and re.search("scor|rating|rank|reward", name)]
+                  if isinstance(value, list) and re.search("scor|rating|rank|reward|label|prefer", name)
+                  or is_number(value) and name in ("label", "preference", "choice", "best", "winner")]
         if scores is None and unread:
             raise ValueError(f"{unread[0]} beside responses: want scores, higher for better ones, or responses that "
                              "stand best first and nothing else that could order them")
@@ -1467,8 +1468,8 @@ def read_preference(row: dict) -> Preference | None:
     """One row; None if it prefers nothing. A malformed one raises ValueError."""
     prompt, answers, scores = prompt_and_answers(row)
     margin = row.get("margin")
-    if margin is not None and not is_number(margin):
-        raise ValueError(f"margin must be a number, not {margin!r:.40}")
+    if margin is not None and not (is_number(margin) and margin >= 0):
+        raise ValueError(f"margin must be a number of at least 0, not {margin!r:.40}")
     if scores is None:
         scores = list(range(len(answers), 0, -1))
     if not isinstance(scores, list) or len(scores) != len(answers) or not all(map(is_number, scores)):
@@ -2754,7 +2755,7 @@ def check_config(cfg) -> None:
         if get_origin(kind) is Literal:
             if value not in get_args(kind):
                 raise UserError(f"--{name} {value}: must be one of {', '.join(get_args(kind))}")
-        elif not isinstance(value, (int, float) if kind is float else kind):  # possible from Python alone
+        elif get_origin(kind) is None and not isinstance(value, (int, float) if kind is float else kind):  # from Python
             raise UserError(f"--{name} {value!r}: must be of type {kind.__name__}")
         elif kind is str and re.search("[\ud800-\udfff]", value):
             raise UserError(f"--{name} {value!r}: is not UTF-8")
@@ -3210,7 +3211,8 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
         without_unit = re.escape(re.sub(r"(?<=\d)[a-zA-Z]{2,}$", "", formula))
         return _FORMULA.search(formula) and re.search(
             rf"(?<![\d.])(?:{re.escape(formula)}(?!\d)|{without_unit}(?![\da-zA-Z]))", question)
-    answer, gold = (extract_answer(answer) or answer)[:LONGEST_ANSWER], _clean(gold)  # as `is_equivalent` reads it
+    answer, gold = (extract_answer(side) or side for side in (answer, gold))  # as `is_equivalent` reads them
+    answer, gold = answer[:LONGEST_ANSWER], _clean(gold)
     statement = _STATEMENT.fullmatch(_clean(answer))  # The sum of 57+68 is 125
     concluded = statement[1] if statement else re.sub(r"^[a-zA-Z]+,? (?=\d)", "", answer)  # So 5(25)
     value, bare, asked = _clean(concluded), _bare(concluded), _bare(prompt)
@@ -3467,7 +3469,7 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
 # them, as in "5 miles per hour" and "9.8 m s^{-2}". For "4210_5" it is the base, which the question names.
 _UNIT = re.compile(r"""
     (?<=[\d)}\]\s]) \s* \(? ( mod\d+ | (?:
-        (?! /?[ ]? (?: (?:arc)? (?: sin | cos | tan )h? | log | exp | sqrt | squared | cubed ) (?![a-z]) )
+        (?! /?[ ]? (?: (?:arc)?(?: sin | cos | tan )h? | log | exp | sqrt | squared | cubed | plus | minus ) (?![a-z]) )
         (?: (?: /[ ]? | (?<=\s) a[ ] )?
             (?: [A-Za-z]{4,} | (?<=[\s/]) (?:day|hr|wk|lb|kg) ) | (?<=[\s(]) [A-Za-z]{3} )
         | [ckm]?m | [km]?g | gm | m?[lL] | ft | in | mi | yd | (?: lb | hr | min | sec | yr | wk | qt | pt )s?

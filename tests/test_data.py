@@ -38,6 +38,16 @@ def test_a_flag_of_ones_own_may_have_its_default():
         common.check_config(Config(replay=-1))
 
 
+def test_a_flag_of_ones_own_may_be_a_list_or_none():
+    @dataclasses.dataclass
+    class Config(importlib.import_module("grpo").Config):
+        stages: list[int] = dataclasses.field(default_factory=lambda: [2, 4])
+        target: float | None = None
+    assert common.parse_config(Config, []).stages == [2, 4]
+    cfg = common.parse_config(Config, ["--stages", "1", "2", "3", "--target", "0.5"])
+    assert (cfg.stages, cfg.target) == ([1, 2, 3], 0.5)
+
+
 def test_a_wide_clip_is_allowed():
     common.check_config(importlib.import_module("dapo").Config(clip_high=5.0))
 
@@ -1033,6 +1043,8 @@ def test_a_tie_is_no_preference():
     assert common.read_preference(row | {"margin": 0}) is None and common.read_preference(row | {"tie": True}) is None
     assert common.read_preference(row | {"margin": 0.1, "tie": False}).margin == 0.1
     assert common.read_preference(row | {"status": "tie", "chosen_score": 7.0}) is None
+    with pytest.raises(ValueError, match="margin must be a number of at least 0, not -1"):
+        common.read_preference(row | {"margin": -1})
     for chosen, rejected in common.RATINGS:
         assert common.read_preference(row | {chosen: 7.0, rejected: 7}) is None
     for scores in ({"score_chosen": 8, "score_rejected": 7}, {"score_chosen": None, "score_rejected": None}):

@@ -62,6 +62,10 @@ def test_what_could_turn_an_order_round():
     for name in ("rewards", "ratings", "rank", "score", "overall_scores"):
         with pytest.raises(ValueError, match=f"{name} beside responses"):
             common.read_preference({"prompt": "p", "responses": ["a", "b"], name: [1, 5]})
+    for name, value in ("labels", [0, 1]), ("label", 1), ("preference", 1.0), ("best", 1):
+        with pytest.raises(ValueError, match=f"{name} beside responses"):
+            common.read_preference({"prompt": "p", "responses": ["a", "b"], name: value})
+    assert common.read_preference({"prompt": "p", "responses": ["a", "b"], "label": "math", "score": 5}).pairs == [(0, 1)]
     best_twice = {"prompt": "p", "chosen": "a", "rejected": None, "responses": ["a", "b"], "rank": None}
     assert common.read_preference(best_twice).answers == ["a", "b"]
 
