@@ -3172,8 +3172,8 @@ def is_equivalent(prediction, answer) -> bool:
     for side, other in ((a, b), (b, a)):
         if option := _OPTION.fullmatch(side):  # (D) 5 agrees with D and with 5
             return option[1] == other.strip("()[]. ") or _same(_clean(option[2]), other)
-        if verdict := _VERDICT.fullmatch(side):
-            return verdict[1].lower() == other.lower()
+        if (verdict := _VERDICT.fullmatch(side)) and verdict[1].lower() == other.lower():
+            return True
         if _SENTENCE.fullmatch(side) and len(numbers := _NUMBER.findall(side)) == 1:  # a sentence, with its only number
             return _same(numbers[0], other)
         if worked := _WORKED.fullmatch(side):
