@@ -2755,7 +2755,7 @@ def check_config(cfg) -> None:
         if get_origin(kind) is Literal:
             if value not in get_args(kind):
                 raise UserError(f"--{name} {value}: must be one of {', '.join(get_args(kind))}")
-        elif get_origin(kind) is None and not isinstance(value, (int, float) if kind is float else kind):  # from Python
+        elif get_origin(kind) is None and not isinstance(value, (int, float) if kind is float else kind):
             raise UserError(f"--{name} {value!r}: must be of type {kind.__name__}")
         elif kind is str and re.search("[\ud800-\udfff]", value):
             raise UserError(f"--{name} {value!r}: is not UTF-8")
@@ -3131,7 +3131,7 @@ _DECIMAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)", re.ASCII)
 _OPTION = re.compile(r"""
     [(\[]? [ ]? ([A-J]) [ ]? [)\].:]+ [ ] (?: (?= (?i: both | neither )\b )
         | (?! [ ]*, | (?: (?:.*\W)? (?: or\b | and\b | , ) \W* )? [A-J]\W*$ | (?:.*\W)? [A-J][).:\]] ) ) (.+)""", re.X)
-_VERDICT = re.compile(r"(yes|no|true|false)[,.;] (?!.*\b(?:but|or|yes|no|true|false)\b).+", re.I)  # Yes, it is.
+_VERDICT = re.compile(r"(yes|no|true|false)[,.;] (?!.*\b(?:but|or|if|unless|yes|no|true|false)\b).+", re.I)
 _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; nothing that may change the number
     (?! All[ ] | .*[ ][-/][ ] | .*n't[ ] | .*(?<![\w'])(?: (?i: not | never | cannot | but ) | minus | negative
         | than(?=[ ]-?\d) | most | least | half | twice | double | triple | none | dozen | pi | sqrt | log | mod
@@ -3186,7 +3186,7 @@ def is_equivalent(prediction, answer) -> bool:
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
 _ARITHMETIC = re.compile(r"[\d)}\]][.|]?[-+*](?!\{?10\}?[\^⁻⁰¹²³⁴-⁹])[-+]*[\d({[|.\\}]"  # not 2*10^6
                          r"|(?<![a-z_])[\d).][({[|]+[-+\d.]|[\d)]!|\\binom|\\choose|C\(\d+,\d")  # 7(8), not \frac1{2}
-_FORMULA = re.compile(r"[\w)}][-+*/^][\w({\\]|\\[a-z]")  # 1/2, x+1, \sqrt{2}; `_bare` has left out spaces and \text
+_FORMULA = re.compile(r"[\w)}][-+*/^][-.\w({\\]|\\[a-z]")  # 1/2, x+1, x^-1, \sqrt2; `_bare` leaves out spaces and \text
 _QUOTIENT = re.compile(r"\d[)}]*/[-({]*[\d.]|\\frac[-({]*[\d.]")  # 144/12
 _FRACTION = re.compile(r"\\frac(?:\{(\w+)\}|(\w))(?:\{(\w+)\}|(\w))")  # \frac{1}{2}, \frac12
 
@@ -3201,7 +3201,7 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     """
     def plain(text):  # x^{2} is x^2, \frac{1}{2} is 1/2, and \sin(x) is \sin x
         text = re.sub("[{}]", "", _FRACTION.sub(r"\1\2/\3\4", _bare(text))).rstrip(".")
-        return re.sub(r"(?<=[a-z])\((\w+)\)", r"\1", text)
+        return re.sub(r"(?<=[a-z])(\()?\((\w+)\)(?(1)\))", r"\2", text)  # `_clean` has written \sin((x))
 
     def compared(text):  # of an equation, the last side and the first, but for a name
         sides = [side for side in text.split("=") if side]
@@ -3223,11 +3223,11 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
         if all(_ARITHMETIC.search(typed) or whole and _QUOTIENT.search(side) for typed, side in sides):
             return False  # but of 57+68=125, the second is worked out
     formula, question = plain(concluded), plain(prompt)
-    if not copied(formula) and not all(map(copied, compared(formula))):
+    if not copied(formula) and ("=" in gold or not all(map(copied, compared(formula)))):
         return True
-    # y = x+1 is x+1, and 1/2 hour is 1/2
-    value, gold = (re.sub(r"^[a-z](?:\(\w\))?=|(?<=\d)[a-zA-Z]+$", "", plain(text)) for text in (value, gold))
-    return value == gold
+    texts = (re.sub(r"(?<=\d)[a-zA-Z]+$", "", plain(text)) for text in (value, gold))  # 1/2 hour is 1/2
+    short, long = sorted(texts, key=len)
+    return short == long or long.endswith("=" + short) and _is_name(long[:-len(short) - 1])  # y = x+1 is x+1
 
 
 def _bare(text: str) -> str:
@@ -3377,11 +3377,9 @@ def _same(a: str, b: str, depth: int = 0) -> bool:
     if len(a_parts) != len(b_parts):
         return False
     if depth or len(a_parts) > LONGEST_LIST or not {a_kind, b_kind} <= {"", "‹›"}:
-        alike = a_kind == b_kind or a_kind + b_kind in ("()", "[]", "‹›")  # 1, 2 for (1, 2)
         names = [part.split("=")[0] for part in a_parts + b_parts if "=" in part]
-        if a_kind != b_kind and len(set(names)) < len(names):  # but x = 1, x = 2 are no interval
-            return False
-        return alike and all(_same(x, y, depth + 1) for x, y in zip(a_parts, b_parts))
+        bare = a_kind + b_kind in ("()", "[]", "‹›") and len(set(names)) == len(names)  # 1, 2 for (1, 2); not x=1, x=2
+        return (a_kind == b_kind or bare) and all(_same(x, y, depth + 1) for x, y in zip(a_parts, b_parts))
     for x in a_parts:  # in any order
         match = next((y for y in b_parts if _same(x, y, depth + 1)), None)
         if match is None:
