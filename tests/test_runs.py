@@ -1076,23 +1076,28 @@ def test_a_rank_that_is_killed_takes_the_other_with_it(job):
     assert "Traceback" not in stderr, stderr
 
 
-def kill_torchrun(folder, _):
+def kill_and_resume_torchrun(folder, _):
     out = folder / "run"
-    flags = ["--steps", 1000, "--output_dir", out, *on_few_problems(folder)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "grpo.py", *flags]
+    flags = ["--output_dir", out, "--save_every", 1, *on_few_problems(folder)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "grpo.py",
+               "--steps", 1000, *flags]
     process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    wait_for((out / "metrics.jsonl").exists, process, process.stderr.read)
+    wait_for(lambda: list(out.glob("checkpoint/step-*[1-9]*")), process, process.stderr.read)
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
-    return len(ranks), process.communicate(timeout=90)[1]  # returns once every process has closed stderr
+    killed = process.communicate(timeout=90)[1]  # returns once every process has closed stderr
+    next_step = max(int(path.name.removeprefix("step-")) for path in out.glob("checkpoint/step-*"))
+    resumed = run_script("grpo.py", "--steps", next_step, *flags, "--resume", processes=2)
+    return len(ranks), killed, resumed, next_step, [m["step"] for m in read_metrics(out)], (out / "model").exists()
 
 
-@beside(kill_torchrun)
-def test_torchrun_that_is_killed_takes_its_ranks_with_it(job):
+@beside(kill_and_resume_torchrun)
+def test_torchrun_that_is_killed_takes_its_ranks_with_it_and_resumes(job):
     """One that outlives it would write into the resumed run."""
-    ranks, stderr = job
+    ranks, killed, resumed, next_step, steps, has_model = job
     assert ranks == 2
-    assert 'grpo.py", line' not in stderr, stderr  # no traceback of the script
+    assert 'grpo.py", line' not in killed, killed  # no traceback of the script
+    assert steps == list(range(next_step + 1)) and has_model, resumed
 
 
 @pytest.mark.parametrize("error, said", [
