@@ -173,18 +173,14 @@ def on_main_rank(work):
 PHASE_SECONDS = collections.Counter()  # how much of the step so far went into functions that are `timed`
 
 
+@contextlib.contextmanager
 def timed(phase: str):
-    """Decorator: add the seconds that each call takes to PHASE_SECONDS[phase]."""
-    def decorate(function):
-        @functools.wraps(function)
-        def call(*args, **kwargs):
-            began = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                PHASE_SECONDS[phase] += time.perf_counter() - began
-        return call
-    return decorate
+    """Add the seconds that a function takes, if it is decorated with this, to PHASE_SECONDS[phase]."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        PHASE_SECONDS[phase] += time.perf_counter() - began
 
 
 def say(message: str) -> None:
