@@ -1626,13 +1626,12 @@ def load_reward_model(cfg):
     if learned is not None and own.chat_template and (learned or "none") != (cfg.system_prompt or "the default one"):
         say(f"--reward {cfg.reward}: has learned with --system_prompt {learned or 'none'}, and now reads prompts with "
             f"{cfg.system_prompt or 'the default one'}: pass the same, unless the rows bring their own")
-    other = load_tokenizer(model_name(cfg), cfg.trust_remote_code)  # the policy's
-    same_tokens = own.get_vocab() == other.get_vocab() and own.chat_template == other.chat_template
     # What reward_model.py has trained is read at the end of a turn. Others, such as TRL's, have learned from the whole
     # text of a template, and are read at its last token: ChatML's and Gemma's write a newline after that end.
     whole = not hasattr(model.config, "reward_shift")
     tail, context = answer_form(own)[2][:None if whole else 1], context_length(model)
-    same_tokens = same_tokens and len(tail) == 1
+    other = load_tokenizer(model_name(cfg), cfg.trust_remote_code)  # the policy's
+    same_tokens = own.get_vocab() == other.get_vocab() and own.chat_template == other.chat_template and len(tail) == 1
 
     def scores(problems: list[Problem], rollout: Rollout) -> torch.Tensor:
         batch = rollout if same_tokens else retokenize(problems, rollout, own, cfg.system_prompt, whole)
