@@ -1902,9 +1902,9 @@ class Run:
             if script != self.script:
                 raise UserError(f"--resume: {directory} holds a run of {script}, not of {self.script}")
             for name, value in vars(cfg).items():
-                # A flag that is newer than the run had its default.
-                if name not in self.MAY_CHANGE and flags.get(name, getattr(type(cfg), name, None)) != value:
-                    raise UserError(f"--resume: --{name} was {flags.get(name)!r} and is now {value!r}; "
+                before = flags.get(name, getattr(type(cfg), name, None))  # a flag newer than the run: its default
+                if name not in self.MAY_CHANGE and before != value:
+                    raise UserError(f"--resume: --{name} was {before!r} and is now {value!r}; "
                                     "that would be a different run")
         elif held and not cfg.overwrite:
             resume = "--resume continues it, " if self.checkpoints() and script == self.script else ""

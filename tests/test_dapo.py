@@ -138,13 +138,13 @@ def test_an_answer_far_from_the_cut_is_not_punished(tmp_path):
 
 def test_the_script_says_when_filtering_leaves_nothing(tmp_path):
     """All completions are cut off, so none is in the loss, however their rewards differ."""
-    (tmp_path / "reward.py").write_text("def ones(prompt, completion, row):\n    return completion.count('1') - 0.5\n")
+    (tmp_path / "reward.py").write_text("import random\ndef f(prompt, completion, row): return random.random()\n")
     errors = run_script("dapo.py", "--steps", 1, "--prompts_per_step", 2, "--group_size", 8, "--max_new_tokens", 10,
-                        "--overlong_filtering", "--no_dynamic_sampling", "--reward", f"{tmp_path / 'reward.py'}:ones",
+                        "--overlong_filtering", "--no_dynamic_sampling", "--reward", f"{tmp_path / 'reward.py'}:f",
                         "--output_dir", tmp_path / "run", *on_few_problems(tmp_path))
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert "its rewards teach nothing" in errors and all(row["advantage"] == 0 for row in rows)
-    assert len({row["reward"] for row in rows}) > 1
+    assert len({row["reward"] for row in rows}) == len(rows)  # they differ within each group
 
 
 # ------------------------------------------------------------------------------------------------ dynamic sampling
@@ -263,7 +263,8 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
             "reward": rewards.mean(), "accuracy": right.mean(), "clip_fraction": torch.cat(clipped).float().mean(),
             "kept_fraction": len(mixed) / len(groups), "wasted_groups": max(0, len(mixed) - 6),
             "sampled_tokens": lengths.sum(), "entropy": torch.cat(entropies).mean(),
-            "truncated_fraction": (~finished).float().mean()})
+            "truncated_fraction": (~finished).float().mean(),
+            "zero_std_fraction": (groups == groups[:, :1]).all(1).float().mean()})  # with the length penalty
     assert_same_weights(tmp_path / "run", policy)
     assert any(step.metrics["clip_fraction"] > 0 for step in steps)  # ε was small enough to clip
     assert any(len(step.rollouts) > 1 for step in steps) or "--no_dynamic_sampling" in switches

@@ -373,9 +373,10 @@ def test_no_rankings_of_what_the_tiny_model_cannot_do(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]  # nothing is kept
 
 
-def test_on_policy_the_higher_of_two_rewards_above_0_is_chosen(tmp_path, monkeypatch):
-    """Both answers count as correct, since 1 + their length is above 0: the longer one is chosen."""
-    (tmp_path / "reward.py").write_text("def f(prompt, completion, row): return 1 + len(completion)\n")
+def test_on_policy_the_higher_of_two_rewards_is_chosen(tmp_path, monkeypatch):
+    """The longer one is chosen, whichever of them its reward function calls correct."""
+    (tmp_path / "reward.py").write_text("def f(prompt, completion, row):\n"
+                                        "    return 1 + len(completion), len(completion) % 2 == 0\n")
     [step] = record_run(monkeypatch, "dpo.py", tmp_path / "run", "--on_policy", "--steps", 1, "--pairs_per_step", 8,
                         "--temperature", 1.3, "--reward", f"{tmp_path / 'reward.py'}:f")
     [rollout], policy = step.rollouts, load_tiny_model()
@@ -384,6 +385,7 @@ def test_on_policy_the_higher_of_two_rewards_above_0_is_chosen(tmp_path, monkeyp
     longer = (2 * untied + lengths[untied].argmax(1)).tolist()  # row numbers
     chosen = [plain_logprobs(policy, rollout, i, 1.3).sum().item() for i in longer]
     assert step.metrics["ties"] == 8 - len(untied) < 8
+    assert step.metrics["accuracy"] == pytest.approx((lengths % 2 == 0).float().mean().item())
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert [(row["completion"], row["reward"]) for row in samples] == [
         (text, 1 + len(text)) for text in rollout.completions[:8]] and "advantage" not in samples[0]

@@ -767,6 +767,8 @@ def test_completions_without_eos_get_their_score_and_the_kl_coefficient_survives
     expected = read_metrics(tmp_path / "whole")
     assert expected[1]["reward"] == -2.5  # no completion ends within eight tokens
     coefficients = [m["kl_coef"] for m in expected[1:]]
+    for name, rate in (("lr", 1e-3), ("value_lr", ppo.Config.value_lr)):  # both warm up
+        assert [m[name] / rate for m in expected[1:]] == pytest.approx([0, 1 / 3, 2 / 3, 1])
     assert coefficients[1] == pytest.approx(ppo.Config.kl_coef * 0.98) and len(set(coefficients)) == 4
     for steps in (2, 4):
         run_script("ppo.py", "--steps", steps, "--output_dir", tmp_path / "parts", *flags, *["--resume"] * (steps == 4))

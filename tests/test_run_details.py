@@ -100,6 +100,17 @@ def test_what_may_change_with_resume_and_what_not(tmp_path):
                 begin(tmp_path, resume=True, **{field.name: other})
 
 
+def test_a_flag_that_is_newer_than_the_run_had_its_default(tmp_path):
+    begin(tmp_path)
+    config = tmp_path / "run" / "config.json"
+    saved = json.loads(config.read_text())
+    del saved["flags"]["clip_eps"]  # as an earlier version wrote it
+    config.write_text(json.dumps(saved))
+    with pytest.raises(common.UserError, match="--clip_eps was 0.2 and is now 0.3"):
+        begin(tmp_path, resume=True, clip_eps=0.3)
+    begin(tmp_path, resume=True)
+
+
 def test_a_checkpoint_that_also_holds_what_may_change_now(tmp_path, monkeypatch):
     """As one of an earlier version does."""
     with monkeypatch.context() as earlier:

@@ -1025,6 +1025,7 @@ def test_a_row_has_the_same_random_numbers_in_its_reward_on_any_process(tmp_path
     rewards = score(problems, rollout)[0].flatten()
     assert rewards.unique().numel() == 6 and torch.equal(torch.get_rng_state(), state)
     monkeypatch.setattr(common, "my_share", lambda total: reversed(range(total)))  # score in another order
+    monkeypatch.setattr(common, "rank", lambda: 1)  # and on another process
     assert torch.equal(score(problems, rollout)[0].flatten().flip(0), rewards)
     torch.rand(1)  # as a step's sampling does
     assert not torch.isin(score(problems, rollout)[0], rewards).any()
