@@ -152,20 +152,28 @@ def value_loss(values, old_values, returns, weights, clip_eps: float):
 
 
 def load_value_model(cfg: Config, device, tokenizer):
-    """The critic. It starts from the reward model, if --reward names one with the policy's vocabulary, else the policy.
+    """The critic. It starts from the reward model, if --reward names one with the policy's vocabulary and a context
+    that is long enough, else from the policy.
 
     Its head starts at zero, so that the first advantages are sums of rewards, discounted by γλ, without noise. N+ keeps
     the reward model's head instead; but that has only read whole completions, and its scores are off by `reward_shift`.
     """
-    name = common.model_name(cfg)
+    def load(name):
+        model = common.load_model(name, device, cls=AutoModelForSequenceClassification,
+                                  trust_remote_code=cfg.trust_remote_code, num_labels=1)
+        torch.nn.init.zeros_(model.score.weight)
+        return model
+
     if common.is_reward_model(cfg.reward):
         reward_tokenizer = common.load_tokenizer(cfg.reward, cfg.trust_remote_code)
         if reward_tokenizer.get_vocab() == tokenizer.get_vocab():
-            name = cfg.reward
-    model = common.load_model(name, device, cls=AutoModelForSequenceClassification,
-                              trust_remote_code=cfg.trust_remote_code, num_labels=1)
-    torch.nn.init.zeros_(model.score.weight)
-    return model
+            model = load(cfg.reward)
+            longest = min(cfg.max_prompt_tokens + cfg.max_new_tokens, tokenizer.model_max_length)
+            if common.context_length(model) >= longest:
+                return model
+            common.say(f"--reward {cfg.reward}: its context is shorter than the {longest} tokens that a prompt and its "
+                       "completion may have, so the critic starts from --model (or lower --max_prompt_tokens)")
+    return load(common.model_name(cfg))
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:

@@ -258,12 +258,16 @@ def test_the_value_of_a_token_is_that_of_the_state_before_it(architecture):
                                    values[:, :t + 1], rtol=1e-5, atol=1e-6)
 
 
-def test_a_critic_of_another_vocabulary_is_not_taken(tmp_path, policy_directory):
-    """The critic reads the policy's tokens: it starts from the reward model only if their vocabularies are the same."""
+def test_the_critic_starts_from_the_reward_model_only_if_that_can_read_all_rows(tmp_path, policy_directory, capsys):
+    """Their vocabularies must be the same, and its context (256 here) not shorter than a prompt and its completion."""
     save_reward_model(tmp_path / "rm")
     tokenizer = common.load_tokenizer(str(tmp_path / "rm"))
     cfg = reward_config(tmp_path / "rm", policy_directory)
     assert ppo.load_value_model(cfg, torch.device("cpu"), tokenizer).config.model_type == "llama"
+    for allowed, policy_context, start in ((216, 1000, "llama"), (217, 256, "llama"), (217, 257, "qwen2")):
+        cfg.max_new_tokens, tokenizer.model_max_length = allowed, policy_context  # beside prompts of up to 40 tokens
+        assert ppo.load_value_model(cfg, torch.device("cpu"), tokenizer).config.model_type == start
+    assert "shorter than the 257 tokens" in capsys.readouterr().err
     ids = tokenizer.get_vocab()
     swapped = SimpleNamespace(get_vocab=lambda: ids | {"1": ids["2"], "2": ids["1"]})  # as many, but not the same
     assert ppo.load_value_model(cfg, torch.device("cpu"), swapped).config.model_type == "qwen2"
@@ -359,7 +363,7 @@ def save_reward_model(directory, shift=0.0, size=1.0):
 def reward_config(directory, policy_directory, **changes):
     return SimpleNamespace(**{**dict(model=str(policy_directory), reward=str(directory), data="arithmetic",
                                      trust_remote_code=False, system_prompt="", micro_batch_tokens=80,
-                                     format_reward=0.0), **changes})
+                                     format_reward=0.0, max_prompt_tokens=40, max_new_tokens=20), **changes})
 
 
 @pytest.fixture
