@@ -197,7 +197,7 @@ class Rollout:
     input_ids: torch.Tensor        # [N, L+T]  left-padded prompts, right-padded completions
     attention_mask: torch.Tensor   # [N, L+T]  1 on real tokens
     mask: torch.Tensor             # [N, T]    bool: completion tokens, including the EOS
-    completions: list[str]         # decoded, without special tokens
+    completions: list[str]         # decoded; special tokens stay only if <answer> is one
     finished: torch.Tensor         # [N]       bool: ended with EOS, not cut at max_new_tokens
     logprobs: torch.Tensor | None = None  # [N, T] float32: of the tokens as they were drawn (greedy: 0), 0 on padding
 
@@ -3059,8 +3059,9 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
        `# Answer` (18 may follow below), `Answer: 18` or `A: 18`: whichever ends last. Such marks may stand in one
        another: <answer>\\boxed{18}</answer>.
     2. What follows the last <answer>, though it is never closed: samplers that stop at </answer> cut the tag off.
-    3. "The answer is 18." This is also looked for within 1 and 2 (`Answer: The final answer is 18. I hope so.`) and, if
-       it gives a number, after a line such as `A: There are 15 trees.`, which may only begin the reasoning.
+    3. "The answer is 18." or "the answer: 18" within a line. This is also looked for within 1 and 2 (`Answer: The final
+       answer is 18. I hope so.`) and, if it gives a number, after a line such as `A: There are 15 trees.`, which may
+       only begin the reasoning.
     4. Below `# Answer`, the display that a sentence introduces, or a sentence with a number in it.
     5. A last sentence that concludes something with a number in it: So, she makes $18 a day.
 

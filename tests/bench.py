@@ -204,7 +204,7 @@ def rollout(args, lengths: str, greedy_check: int = 32) -> dict:
     reset_peak(device)
     generate_seconds = timed(sample_theirs, device, args.repeats)
     generate_peak = peak_memory(device)
-    model = common.shard(model, torch_device)  # now as the scripts load it
+    model = common.shard(model, torch_device)  # as the scripts load one that does not train
     ours = common.sample(model, tokenizer, prompts, 1, greedy_check, greedy=True).input_ids[:, L:]
     width = min(ours.shape[1], theirs.shape[1])
     # On CUDA some rows may differ: bfloat16 kernels round differently for different shapes, fused norms once less.

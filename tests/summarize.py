@@ -2,7 +2,7 @@
 
     python tests/summarize.py [--minus NAME | --each] [--tokens N] [--plot FILE.svg [--metric NAME]] DIR …
 
-Each cell, except in the last column, is the mean ± standard error over a name's seeds:
+Each cell, except in the last column, is the mean ± standard error over a name's seeds (of one seed, its value):
 
     before, after          greedy held-out accuracy, at the first and the last evaluation
     seconds, 1,000 tokens  sums over all steps; the tokens are those sampled
@@ -128,12 +128,12 @@ def main() -> None:
         cells = []
         for title in titles:
             values = np.array([row[title] for row in rows if title in row])
-            error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
             if title in ("seconds", "1,000 tokens", "peak MB"):
                 digits = 0
             else:
                 digits = 1 if "length" in title or "wrong" in title else 3
-            cells.append(f"{values.mean():.{digits}f} ± {error:.{digits}f}" if len(values) else "")
+            error = f" ± {values.std(ddof=1) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
+            cells.append(f"{values.mean():.{digits}f}{error}" if len(values) else "")
         last = spread(runs[name])
         print(f"| {name} | {len(rows)} | " + " | ".join(cells) + f" | {'' if last is None else f'{last:.3f}'} |")
 
