@@ -811,6 +811,7 @@ def test_a_gpu_computes_in_bfloat16_and_adds_gradients_in_float32(monkeypatch):
     monkeypatch.setattr(common, "fully_shard", lambda module, mp_policy, **_: policies.append(mp_policy))
     common.shard(random_model("Qwen2")[0], torch.device("cuda"))
     assert [(policy.param_dtype, policy.reduce_dtype) for policy in policies] == [(torch.bfloat16, torch.float32)]
+    assert not policies[0].cast_forward_inputs  # or the rotary angles of distant positions would be rounded
 
 
 def test_each_layer_is_gathered_by_itself_unless_it_shares_weights(monkeypatch):
@@ -1011,8 +1012,9 @@ def test_a_prompt_has_a_token_at_least():
     for group_size, max_new_tokens in ((0, 4), (1, 0)):
         with pytest.raises(ValueError, match="at least 1"):
             common.sample(model, tokenizer, ["1+1=?"], group_size, max_new_tokens)
-    with pytest.raises(ValueError, match="temperature"):
-        common.sample(model, tokenizer, ["1+1=?"], 1, 4, temperature=-1)
+    for temperature in (-1, math.nan):
+        with pytest.raises(ValueError, match="temperature"):
+            common.sample(model, tokenizer, ["1+1=?"], 1, 4, temperature=temperature)
 
 
 def test_a_cache_that_is_called_cache():
@@ -1339,7 +1341,10 @@ def test_arithmetic_splits_share_no_problem_and_do_not_change():
         assert not unordered[0] & unordered[1] and unordered[1]
         assert all(eval(row["prompt"][:-2]) == int(row["answer"]) for row in train[:50])
         assert train == common.arithmetic_rows(digits, "train")
+        assert digits == 3 or len(unordered[0] | unordered[1]) == (55, 4095)[digits - 1]  # all that there are
     assert len(common.arithmetic_rows(2, "train")) > 7_000
+    falling = [a > b for a, b in (row["prompt"][:-2].split("+") for row in common.arithmetic_rows(2, "eval"))]
+    assert len(falling) == 200 and 60 < sum(falling) < 140  # in either order, as in training
 
 
 def test_worked_answers_add_up_and_err_as_told():
@@ -1380,6 +1385,7 @@ def test_prompts_and_answers_are_found_under_their_usual_names(tmp_path):
 @pytest.mark.parametrize("content, message", [
     (None, "No such file"), ("", "no rows"), ('{"prompt": "a", "answer": "1"}\n{"prompt": "b', "line 2: want a JSON"),
     ("[1, 2]", "line 1: want a JSON object"), ('{"prompt": "a"}', "line 1: no answer"),
+    ('{"prompt": "a", "answer": "1"}\n\n{"prompt": "b"}', "line 3: no answer"),  # empty lines count
     ('{"prompt": "a", "answer": ["1"]}', "line 1: no answer"),
     ('{"prompt": 3, "answer": "1"}', "line 1: want a prompt"), ('{"answer": "1"}', "line 1: want a prompt")])
 def test_broken_data_is_one_line_that_names_the_place(tmp_path, content, message):
@@ -1591,6 +1597,7 @@ def test_a_reward_function_may_import_its_neighbour(tmp_path, monkeypatch):
     spec = reward_function(tmp_path, "def f(prompt, completion, row):\n"
                            "    import my_neighbour_module\n    return my_neighbour_module.VALUE\n")
     assert common.load_reward_function(spec)(common.Problem("p", [], "2", {}), "c") == (3.0, True)
+    assert sys.path[-1] == str(tmp_path.resolve())  # last: a neighbour hides no package
 
 
 def test_a_colon_in_the_path_of_a_reward_function(tmp_path):

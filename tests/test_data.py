@@ -61,6 +61,7 @@ def test_a_system_column_is_the_prompts_system_message():
         assert common.row_prompt({"system": "Be brief.", "prompt": prompt}) == prompt
     for empty in ("", " ", None):
         assert common.row_prompt({"system": empty, "prompt": "Hi"}) == "Hi"
+        assert common.row_prompt({"system": empty, "prompt": [user]}) == [user]  # or it would get no default one
     turns = [user, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Bye"}]
     for prompt, before in (("Hi", [user]), ("Bye", turns), (None, turns)):
         answers = {name: [*before, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
@@ -351,9 +352,10 @@ def test_a_space_goes_in_front_of_what_follows_a_special_token_if_the_file_has_i
     own.add_special_tokens([AddedToken(token, normalized=False) for token in vocabulary[:3]])
     own.save(str(tmp_path / "tokenizer.json"))
     transformers.LlamaConfig(vocab_size=len(vocabulary)).save_pretrained(tmp_path)
-    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "legacy": legacy}
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "legacy": legacy}  # it knows the end's name
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = common.load_tokenizer(str(tmp_path))
+    assert tokenizer.eos_token == "</s>"
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=len(vocabulary), hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1))
     common.save_model(model, tokenizer, tmp_path / "model")
@@ -390,6 +392,15 @@ def test_a_pad_token_beyond_the_embedding_is_replaced(tmp_path):
 def test_an_embedding_may_be_padded(tmp_path):
     save_random(tmp_path, resize=64)
     assert common.load_policy(policy_config(tmp_path), cpu)[0].config.vocab_size == 64
+
+
+def test_the_end_needs_a_row_in_the_embedding(tmp_path):
+    """Otherwise no completion could end. The chat template need not write it."""
+    model, tokenizer = random_model("Qwen2")
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    save(tmp_path, model, tokenizer)
+    with pytest.raises(common.UserError, match="its tokenizer has ids up to 26, its embedding only 26 rows"):
+        common.load_policy(policy_config(tmp_path), cpu)
 
 
 def test_completions_must_leave_room_for_a_prompt(tmp_path):
@@ -520,10 +531,11 @@ def test_what_a_model_keeps_in_float32_is_saved_in_float32(tmp_path):
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):
-    for name in (".a.tmp", ".a.old"):
-        (tmp_path / name / "x").mkdir(parents=True)
-    common.write_directory(tmp_path / "a", lambda folder: (folder / "file").write_text("1"))
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    for left in ((".a.tmp", ".a.old"), (".a.tmp", ".a.old", "a")):  # at last it was about to remove the old one
+        for name in left:
+            (tmp_path / name / "x").mkdir(parents=True, exist_ok=True)
+        common.write_directory(tmp_path / "a", lambda folder: (folder / "file").write_text("1"))
+        assert [path.name for path in tmp_path.rglob("*")] == ["a", "file"]
 
 
 def test_what_a_process_killed_while_it_replaced_a_directory_left_is_not_lost(tmp_path):
@@ -563,6 +575,12 @@ def rows(tmp_path, *content):
     return str(tmp_path / "rows.jsonl")
 
 
+def test_a_file_of_any_name_holds_json_lines(tmp_path):
+    path = tmp_path / "problems.txt"
+    path.write_text('{"prompt": "p", "answer": "1"}\n')
+    assert [problem.prompt for problem in common.read_problems(str(path))] == ["p"]
+
+
 def test_the_split_of_a_hub_dataset(monkeypatch):
     asked = []
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(
@@ -575,6 +593,7 @@ def test_the_split_of_a_hub_dataset(monkeypatch):
                      ("some/set", "main", "test"), *[("some/set", "main", "validation")] * 2]
     common.read_rows("some/set::train[:90%]", "train")
     assert asked[-1] == ("some/set", "", "train[:90%]")
+    assert common.read_rows("some/set", "train")[0][1] == "some/set row 1"  # its place, for error messages
 
 
 def test_a_hub_dataset_without_rows(monkeypatch):
@@ -614,14 +633,16 @@ def test_ppo_learns_from_the_prompts_of_preferences(tmp_path):
     problems = common.read_problems(rows(
         tmp_path, {"chosen": chosen, "rejected": rejected}, {"prompt": "1", "chosen": chosen, "rejected": rejected},
         {"chosen": dialogue + " hello", "rejected": dialogue + " go away"},
+        {"responses": [dialogue + " hello", dialogue + " go away"]},
         {"prompt": "p", "chosen": "a", "rejected": "a"}), need_answer=False)
-    assert [problem.prompt for problem in problems] == [turns, turns, dialogue, "p"]
+    assert [problem.prompt for problem in problems] == [turns, turns, dialogue, dialogue, "p"]
     assert all(common.row_prompt(problem.row) == problem.prompt and problem.answer is None for problem in problems)
 
 
 @pytest.mark.parametrize("read, row, message", [
     (common.read_problems, {"input": "1+1=?", "output": "2"}, "want a prompt .* it has input, output"),
     (common.read_problems, {"prompt": "1+1=?", "output": "2"}, "no answer .* it has prompt, output"),
+    (common.read_preferences, {"prompt": "1", "responses": [[], []]}, "want chosen and rejected"),
     (common.read_preferences, {"prompt": "1", "good": "2"}, "want chosen and rejected.* it has prompt, good"),
     (common.read_preferences, {"text": "1", "chosen": "2", "rejected": "3"}, "no prompt.* it has text, chosen, rej")])
 def test_a_row_that_is_refused_is_shown_with_the_columns_that_it_has(read, row, message, tmp_path):
@@ -692,6 +713,8 @@ def test_the_checksum_covers_what_training_reads(change):
     row = common.Preference("1", [1], ["3", "4"], [[3], [4]], [2.0, 1.0])
     same, other = (common.Shuffled([dataclasses.replace(row, **changes)], 0).checksum for changes in ({}, change))
     assert common.Shuffled([row], 1).checksum == same != other
+    changed = dataclasses.replace(row, **change)
+    assert len({common.Shuffled(rows, 0).checksum for rows in ([row, changed], [changed, row], [row, row], [])}) == 4
 
 
 # ----------------------------------------------------------------------------------------------------- prompts
@@ -1065,6 +1088,12 @@ def test_the_pairs_of_a_ranking_with_a_tie():
     assert [pair.margin for pair in ranked.split()] == [0.5, 0.5]
 
 
+def test_an_end_that_also_pads_is_part_of_the_completion():
+    batch = common.collate([[5], [0, 6]], [[7, 0], [0]], pad_id=0)
+    assert batch.mask.tolist() == [[True, True], [True, False]]
+    assert batch.attention_mask.tolist() == [[0, 1, 1, 1], [1, 1, 1, 0]]
+
+
 def test_the_values_of_many_preferences_keep_their_order(monkeypatch):
     """Five rankings, collated two at a time. Here the value of an answer is the sum of its row: the prompt's 7 and the
     answer's 10 p + k."""
@@ -1118,6 +1147,14 @@ def test_an_answer_ends_with_what_ends_a_turn():
     preference = common.Preference("1", [], ["46", "4<turn> ", "6<eos>"], [], [3.0, 2.0, 1.0])
     common.encode_preferences([preference], tokenizer, encode_config(), "--data")
     assert [tokenizer.decode(ids) for ids in preference.answer_ids] == ["46<turn>", "4<turn>", "6<turn>"]
+
+
+def test_a_template_whose_prompts_begin_in_another_way_tells_nothing_about_answers():
+    """And the token that ends a turn need not follow the answer at once."""
+    tokenizer = chat_tokenizer(" <turn>")
+    assert common.answer_form(tokenizer) == ("", "", [tokenizer.convert_tokens_to_ids("<turn>")])
+    tokenizer.chat_template = "{{ '+' if add_generation_prompt else '-' }}" + tokenizer.chat_template
+    assert common.answer_form(tokenizer)[:2] == ("", "")  # else all of it would be put before every answer
 
 
 def test_without_a_token_that_ends_turns_eos_does():
@@ -1237,6 +1274,9 @@ def test_a_model_whose_own_generation_config_could_not_be_saved(tmp_path):
     common.save_model(*common.load_policy(policy_config(tmp_path), cpu), tmp_path / "model")
     saved = json.loads((tmp_path / "model" / "generation_config.json").read_text())
     assert saved["max_length"] == 99 and not {"temperature", "top_p", "top_h"} & saved.keys()
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.9, "top_p": 0.6}')
+    config = common.load_policy(policy_config(tmp_path), cpu)[0].generation_config  # a chat model's: these have one
+    assert (config.temperature, config.top_p) == (0.9, 0.6)
 
 
 def test_no_bos_stands_between_prompt_and_answer():

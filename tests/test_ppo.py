@@ -414,6 +414,18 @@ def test_a_reward_model_reads_the_sampled_tokens_at_their_end(end, tmp_path, pol
     assert torch.equal(correct, torch.stack([expected[0] > 0, rewards[1] > 0])) and 0 < correct[1].sum() < 4
 
 
+def test_a_score_is_of_the_prompt_too(tmp_path, policy_directory):
+    """Equal completions of two prompts are no copies."""
+    save_reward_model(tmp_path / "rm")
+    problems, rollout = problems_and_rollout(policy_directory)
+    T = rollout.mask.shape[1]
+    for name in ("input_ids", "attention_mask"):
+        getattr(rollout, name)[4:, -T:] = getattr(rollout, name)[:4, -T:]
+    rollout.mask[4:], rollout.completions[4:] = rollout.mask[:4].clone(), rollout.completions[:4]
+    rewards, _ = common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
+    assert (rewards[0] != rewards[1]).all()
+
+
 def test_what_does_not_fit_into_a_reward_models_context_is_cut(tmp_path, policy_directory, capsys):
     """As the answers were that it has learned from, with the end at the cut. A prompt that leaves no room
     loses its beginning: a run must not end for it, since --resume would meet it again."""

@@ -224,7 +224,7 @@ def test_a_reward_file_is_a_module_whose_parts_can_be_pickled(name, tmp_path):
     path = write(tmp_path / f"{name}.py", "import pickle\nclass Own:\n    pass\n"
                  "def f(prompt, completion, row): return type(pickle.loads(pickle.dumps(Own()))) is Own\n")
     assert common.load_reward_function(f"{path}:f")(common.Problem("1+1=?", [], "2", {}), "") == (1.0, True)
-    assert json.loads("1") == 1
+    assert sys.modules["json"] is json
 
 
 def test_a_judged_rollout_leaves_the_random_state(tmp_path):
