@@ -165,14 +165,14 @@ def load_value_model(cfg: Config, device, tokenizer):
         return model
 
     if common.is_reward_model(cfg.reward):
-        reward_tokenizer = common.load_tokenizer(cfg.reward, cfg.trust_remote_code)
-        if reward_tokenizer.get_vocab() == tokenizer.get_vocab():
+        if common.load_tokenizer(cfg.reward, cfg.trust_remote_code).get_vocab() == tokenizer.get_vocab():
             model = load(cfg.reward)
             longest = min(cfg.max_prompt_tokens + cfg.max_new_tokens, tokenizer.model_max_length)
             if common.context_length(model) >= longest:
                 return model
             common.say(f"--reward {cfg.reward}: its context is shorter than the {longest} tokens that a prompt and its "
                        "completion may have, so the critic starts from --model (or lower --max_prompt_tokens)")
+            del model  # before the other one is loaded
     return load(common.model_name(cfg))
 
 
