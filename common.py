@@ -618,7 +618,7 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     entropy), float32 [B, T], both of softmax(logits / temperature), with gradients. They are 0 on padding, and for the
     first token of a row, which nothing predicts.
     Call `model.eval()` first if the model has dropout. In a longrope model, such as Phi-3, a row that is longer than
-    `context_length(model)` changes the log-probs of all. Raises ValueError if T leaves no column for a prompt, or if
+    `context_length(model.config)` changes the log-probs of all. Raises ValueError if T leaves no column for a prompt or
     the shapes differ, and RuntimeError where a second derivative is asked for (unless it has full logits).
 
     [B, T, V] never exists (`SlicedLogprobs`), except for a head that `head_logits` cannot reproduce: a warning says so.
@@ -1629,7 +1629,7 @@ def load_reward_model(cfg):
     # What reward_model.py has trained is read at the end of a turn. Others, such as TRL's, have learned from the whole
     # text of a template, and are read at its last token: ChatML's and Gemma's write a newline after that end.
     whole = not hasattr(model.config, "reward_shift")
-    tail, context = answer_form(own)[2][:None if whole else 1], context_length(model)
+    tail, context = answer_form(own)[2][:None if whole else 1], context_length(model.config)
     other = load_tokenizer(model_name(cfg), cfg.trust_remote_code)  # the policy's
     same_tokens = own.get_vocab() == other.get_vocab() and own.chat_template == other.chat_template and len(tail) == 1
 
@@ -2394,7 +2394,7 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
     tokenizer = load_tokenizer(name, cfg.trust_remote_code)
     policy = load_model(name, device, cls=cls, trust_remote_code=cfg.trust_remote_code, **config_changes)
     check_vocabulary(name, tokenizer, policy)
-    context = context_length(policy)
+    context = context_length(policy.config)
     if getattr(cfg, "max_new_tokens", 0) >= context:
         raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
     if context < math.inf:  # what the tokenizer says may be less, as for R1's distilled models, and is only a default
@@ -2426,9 +2426,9 @@ def check_vocabulary(name: str, tokenizer, model) -> None:
         raise UserError(f"--model {name}: its tokenizer has ids up to {largest}, its embedding only {rows} rows")
 
 
-def context_length(model) -> float:
-    """How many tokens a row may have; infinite for a model without a limit, such as Mamba."""
-    config = model.config.get_text_config()
+def context_length(config) -> float:
+    """How many tokens a row of the model may have; infinite for one without a limit, such as Mamba."""
+    config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # Phi-3: a row beyond this would change the positions of its whole batch
         return rope["original_max_position_embeddings"]
@@ -3127,7 +3127,8 @@ _DECIMAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)", re.ASCII)
 _OPTION = re.compile(r"""
     [(\[]? [ ]? ([A-J]) [ ]? [)\].:]+ [ ] (?: (?= (?i: both | neither )\b )
         | (?! [ ]*, | (?: (?:.*\W)? (?: or\b | and\b | , ) \W* )? [A-J]\W*$ | (?:.*\W)? [A-J][).:\]] ) ) (.+)""", re.X)
-_VERDICT = re.compile(r"(yes|no|true|false)[,.;] (?!.*\b(?:but|or|if|unless|yes|no|true|false)\b).+", re.I)
+_VERDICT = re.compile(  # Yes, it converges; not "Yes, if n is odd"
+    r"(yes|no|true|false)[,.;] (?!.*\b(?:but|or|if|unless|yes|no|true|false)\b).+", re.I)
 _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; nothing that may change the number
     (?! All[ ] | .*[ ][-/][ ] | .*n't[ ] | .*(?<![\w'])(?: (?i: not | never | cannot | but ) | minus | negative
         | than(?=[ ]-?\d) | most | least | half | twice | double | triple | none | dozen | pi | sqrt | log | mod

@@ -25,7 +25,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import common
 from common import flag, sample, token_logprobs, token_values
@@ -158,22 +158,20 @@ def load_value_model(cfg: Config, device, tokenizer):
     Its head starts at zero, so that the first advantages are sums of rewards, discounted by γλ, without noise. N+ keeps
     the reward model's head instead; but that has only read whole completions, and its scores are off by `reward_shift`.
     """
-    def load(name):
-        model = common.load_model(name, device, cls=AutoModelForSequenceClassification,
-                                  trust_remote_code=cfg.trust_remote_code, num_labels=1)
-        torch.nn.init.zeros_(model.score.weight)
-        return model
-
+    name = common.model_name(cfg)
     if common.is_reward_model(cfg.reward):
-        if common.load_tokenizer(cfg.reward, cfg.trust_remote_code).get_vocab() == tokenizer.get_vocab():
-            model = load(cfg.reward)
-            longest = min(cfg.max_prompt_tokens + cfg.max_new_tokens, tokenizer.model_max_length)
-            if common.context_length(model) >= longest:
-                return model
-            common.say(f"--reward {cfg.reward}: its context is shorter than the {longest} tokens that a prompt and its "
-                       "completion may have, so the critic starts from --model (or lower --max_prompt_tokens)")
-            del model  # before the other one is loaded
-    return load(common.model_name(cfg))
+        vocabulary = common.load_tokenizer(cfg.reward, cfg.trust_remote_code).get_vocab()
+        config = AutoConfig.from_pretrained(cfg.reward, trust_remote_code=cfg.trust_remote_code)
+        longest = min(cfg.max_prompt_tokens + cfg.max_new_tokens, tokenizer.model_max_length)
+        if vocabulary == tokenizer.get_vocab() and common.context_length(config) >= longest:
+            name = cfg.reward
+        else:
+            common.say(f"--reward {cfg.reward}: another vocabulary than the policy's, or a context of fewer than "
+                       f"{longest} tokens (--max_prompt_tokens + --max_new_tokens): the critic starts from --model")
+    model = common.load_model(name, device, cls=AutoModelForSequenceClassification,
+                              trust_remote_code=cfg.trust_remote_code, num_labels=1)
+    torch.nn.init.zeros_(model.score.weight)
+    return model
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:

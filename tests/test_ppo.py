@@ -267,9 +267,10 @@ def test_the_critic_starts_from_the_reward_model_only_if_that_can_read_all_rows(
     for allowed, policy_context, start in ((216, 1000, "llama"), (217, 256, "llama"), (217, 257, "qwen2")):
         cfg.max_new_tokens, tokenizer.model_max_length = allowed, policy_context  # beside prompts of up to 40 tokens
         assert ppo.load_value_model(cfg, torch.device("cpu"), tokenizer).config.model_type == start
-    assert "shorter than the 257 tokens" in capsys.readouterr().err
+    assert "fewer than 257 tokens" in capsys.readouterr().err
     ids = tokenizer.get_vocab()
-    swapped = SimpleNamespace(get_vocab=lambda: ids | {"1": ids["2"], "2": ids["1"]})  # as many, but not the same
+    swapped = SimpleNamespace(  # as many, but not the same
+        get_vocab=lambda: ids | {"1": ids["2"], "2": ids["1"]}, model_max_length=100)
     assert ppo.load_value_model(cfg, torch.device("cpu"), swapped).config.model_type == "qwen2"
     tokenizer.add_tokens("a new one")
     assert ppo.load_value_model(cfg, torch.device("cpu"), tokenizer).config.model_type == "qwen2"
