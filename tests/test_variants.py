@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import common
-from helpers import (ROOT, is_right, load_tiny_model, on_few_problems, plain_entropies, plain_logprobs, read_metrics,
-                     record_run, run_script)
+from helpers import (ROOT, distributions, is_right, load_tiny_model, on_few_problems, plain_entropies, plain_logprobs,
+                     read_metrics, record_run, run_script)
 
 TEXT = (ROOT / "README.md").read_text().split("### Changing the algorithm")[1].split("```diff\n")[1].split("```")[0]
 PATCHES = [block.splitlines() for block in TEXT.split("\n\n")]
@@ -134,6 +134,38 @@ def test_the_reference_renewed(patched, monkeypatch, tmp_path):
     whole, resumed = ([metrics["kl"] for metrics in read_metrics(tmp_path / run)[1:]] for run in ("whole", "resumed"))
     assert whole[0] == whole[2] == 0 < min(whole[1], whole[3])
     assert resumed == whole
+
+
+def test_ipo(patched):
+    """Log-ratios of 2 and −1 are 3 apart; β = 0.1 wants 5, so the loss is (3 − 5)², and its gradient 2 (3 − 5)."""
+    chosen = torch.tensor([-3.0], requires_grad=True)
+    losses, _ = patched("IPO").dpo_loss(chosen, *torch.tensor([[-8.0], [-5], [-7]]), beta=0.1)
+    torch.testing.assert_close(losses, torch.tensor([4.0]))
+    torch.testing.assert_close(*torch.autograd.grad(losses, chosen), torch.tensor([-4.0]))
+
+
+@pytest.mark.parametrize("name, flags", [("SimPO", ["--reference_free", "--beta", 2]), ("RPO (arXiv:2404", [])])
+def test_losses_with_mean_logprobs(name, flags, patched, monkeypatch, tmp_path):
+    """SimPO: −log σ(β (ℓ⁺ − ℓ⁻) − γ), where ℓ is an answer's mean log-prob. RPO: DPO's loss, ln 2 at first, less ℓ⁺."""
+    module = patched(name)
+    [step] = record_run(monkeypatch, "dpo.py", tmp_path / "run", "--on_policy", "--steps", 1, "--pairs_per_step", 12,
+                        "--micro_batch_tokens", 200, "--warmup_steps", 0, *flags)
+    [rollout], policy, losses = step.rollouts, load_tiny_model(), []
+    right = [is_right(rollout, i) for i in range(24)]
+    for i in range(0, 24, 2):
+        if right[i] != right[i + 1]:
+            chosen, rejected = (plain_logprobs(policy, rollout, j) for j in ((i, i + 1) if right[i] else (i + 1, i)))
+            difference = chosen.sum() - rejected.sum()
+            losses.append(-(2 * (chosen.mean() - rejected.mean()) - 0.5).sigmoid().log() if name == "SimPO" else
+                          -(0.1 * (difference - difference.detach())).sigmoid().log() - chosen.mean())
+    loss = sum(losses) / len(losses)
+    assert step.metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert step.metrics["grad_norm"] == pytest.approx(norm_of_gradient(policy, loss), rel=1e-3)
+    preference = common.Preference("", [5, 6], ["", ""], [[7, 8, 1], [9, 1]], [1.0, 0.0])
+    [held_out] = module.answer_logprobs(policy, common.tiny_tokenizer(), [preference], module.Config(), "cpu")
+    plain = [distributions(policy, torch.tensor([5, 6, *ids]), len(ids)).log_prob(torch.tensor(ids))
+             for ids in preference.answer_ids]
+    torch.testing.assert_close(held_out, torch.stack([p.mean() if name == "SimPO" else p.sum() for p in plain]))
 
 
 @pytest.mark.parametrize("gap, factor", [(0.3, 1.35), (-0.3, 0.741), (1.0, 2.0)])
