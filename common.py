@@ -1377,7 +1377,8 @@ class Preference:
     def split(self) -> list["Preference"]:
         """One preference of two answers for each pair."""
         return [Preference(self.prompt, self.prompt_ids, [self.answers[i], self.answers[j]],
-                           [self.answer_ids[i], self.answer_ids[j]], [1.0, 0.0], self.margin) for i, j in self.pairs]
+                           [self.answer_ids[i], self.answer_ids[j]], [self.scores[i], self.scores[j]], self.margin)
+                for i, j in self.pairs]
 
 
 def read_preferences(data: str, split: str = "train") -> list[Preference]:
@@ -1856,7 +1857,7 @@ class Run:
     def __init__(self, cfg):
         """Check the output directory, join the other ranks, set the seed. Nothing is written before `start`."""
         check_config(cfg)
-        self.cfg = cfg
+        self.cfg, self.flags = cfg, dict(vars(cfg))  # as given: a loop of yours may change the former on its way
         # The file that holds Config: also where another one, or a notebook, calls its `main`.
         self.script = Path(getattr(sys.modules.get(type(cfg).__module__), "__file__", sys.argv[0])).name
         self.directory = Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
@@ -1901,7 +1902,7 @@ class Run:
                 raise UserError(f"--resume: no checkpoint in {directory / 'checkpoint'}")
             if script != self.script:
                 raise UserError(f"--resume: {directory} holds a run of {script}, not of {self.script}")
-            for name, value in vars(cfg).items():
+            for name, value in self.flags.items():
                 before = flags.get(name, getattr(type(cfg), name, None))  # a flag newer than the run: its default
                 if name not in self.MAY_CHANGE and before != value:
                     raise UserError(f"--resume: --{name} was {before!r} and is now {value!r}; "
@@ -1923,7 +1924,7 @@ class Run:
                     remove(path)
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-        config = {"script": self.script, "id": os.urandom(6).hex(), "flags": vars(self.cfg), "commit": commit or None,
+        config = {"script": self.script, "id": os.urandom(6).hex(), "flags": self.flags, "commit": commit or None,
                   "versions": {"python": sys.version.split()[0], "torch": torch.__version__,
                                "transformers": transformers.__version__, "numpy": np.__version__},
                   "processes": world_size(), "threads": torch.get_num_threads(), "device": str(self.device)}
@@ -2171,7 +2172,7 @@ class Run:
 
     def state(self) -> dict:
         """All that a checkpoint holds. The tensors are the live ones: `dcp.load` fills them in place."""
-        fixed = {name: value for name, value in vars(self.cfg).items() if name not in self.MAY_CHANGE}
+        fixed = {name: value for name, value in self.flags.items() if name not in self.MAY_CHANGE}
         fixed |= {"script": self.script, "rows of --data": len(self.data.items),
                   "checksum of --data": self.data.checksum, "run.extra": sorted(self.extra)}
         state = {"run": json.dumps(fixed), "position": self.data.position, "extra": self.extra,

@@ -67,25 +67,25 @@ def token_rewards(scores: torch.Tensor, logprobs, ref_logprobs, mask, kl_coef: f
     reaches the policy through the advantages, like any reward.
     """
     penalty = kl_coef * (logprobs - ref_logprobs)
-    last = torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1  # [N, T]
+    last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # [N, T]
     return (scores.reshape(-1, 1).where(last, 0.0) - penalty).where(mask, 0.0)
 
 
 def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float):
     """Generalized advantage estimation -> (advantages, returns), both [N, T] and 0 outside the mask.
 
-    Â_t = δ_t + γλ Â_{t+1} with δ_t = r_t + γ V_{t+1} − V_t (PPO eq. 11, 12). The value after the last token is 0, even
-    if the completion was cut off. The returns Â_t + V_t, which the critic learns, are λ-returns: for γ = λ = 1, the sum
-    of the rewards to come.
+    Â_t = δ_t + γλ Â_{t+1} with δ_t = r_t + γ V_{t+1} − V_t (PPO eq. 11, 12), where t + 1 is the next token in the mask.
+    The value after the last one is 0, even if the completion was cut off. The returns Â_t + V_t, which the critic
+    learns, are λ-returns: for γ = λ = 1, the sum of the rewards to come.
     """
     rewards = rewards.where(mask, 0.0)
     values = values.where(mask, 0.0)
-    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
-    deltas = rewards + gamma * next_values - values
-    advantages = torch.zeros_like(deltas)
-    advantage = deltas.new_zeros(len(deltas))  # [N], of the token after t
-    for t in reversed(range(deltas.shape[1])):
-        advantage = deltas[:, t] + gamma * lam * advantage
+    advantages = torch.zeros_like(values)
+    advantage = next_value = values.new_zeros(len(values))  # [N] each, of the next token in the mask
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = (delta + gamma * lam * advantage).where(mask[:, t], advantage)
+        next_value = values[:, t].where(mask[:, t], next_value)
         advantages[:, t] = advantage
     advantages = advantages.where(mask, 0.0)
     return advantages, advantages + values

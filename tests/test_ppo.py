@@ -96,6 +96,21 @@ def test_gae_by_hand():
     torch.testing.assert_close(returns, torch.tensor([[0.65, 0.9, 1.0, 0]]))
 
 
+def test_what_a_tool_wrote_is_skipped():
+    """With a hole in its mask, a completion is scored at its last own token, and its advantages are those of its own
+    tokens alone."""
+    torch.manual_seed(0)
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0], [1, 0, 1, 1, 1, 0, 0]]).bool()
+    scores, logprobs, ref_logprobs, values = torch.randn(2), *torch.randn(3, 2, 7)
+
+    def advantages(mask, *tensors):
+        logprobs, ref_logprobs, values = tensors
+        return ppo.gae(ppo.token_rewards(scores, logprobs, ref_logprobs, mask, 0.3), values, mask, 0.9, 0.8)
+    own = [tensor[mask].view(2, 4) for tensor in (logprobs, ref_logprobs, values)]
+    for result, expected in zip(advantages(mask, logprobs, ref_logprobs, values), advantages(own[0] == own[0], *own)):
+        assert torch.equal(result[mask].view(2, 4), expected) and not result[~mask].any()
+
+
 def test_gae_of_completions_without_tokens():
     empty = torch.zeros(2, 0)
     assert all(out.shape == (2, 0) for out in ppo.gae(empty, empty, empty.bool(), 1.0, 0.95))

@@ -761,12 +761,13 @@ def test_a_part_that_an_update_does_not_reach_moves_by_its_momentum(tmp_path):
                                              functools.partial(torch.optim.AdamW, amsgrad=True)])
 def test_another_optimizer_and_a_reference_that_is_renewed_are_resumed_too(optimizer_class, tmp_path):
     """For those who change the script: only its own optimizer is AdamW, a checkpoint also keeps `run.extra` and the
-    random states of Python and numpy, and a schedule may compute a rate from the one before."""
+    random states of Python and numpy, a schedule may compute a rate from the one before, and flags may change."""
     def begin(resume):
         torch.manual_seed(0)
         model, reference = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
         run = common.Run(grpo.Config(output_dir=str(tmp_path), resume=resume))
         run.extra = {"reference": reference.state_dict()}
+        run.cfg.clip_eps += 0.1
         optimizer = optimizer_class(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         run.start(common.Shuffled([1], 0), policy=(model, optimizer, schedule))
@@ -775,6 +776,7 @@ def test_another_optimizer_and_a_reference_that_is_renewed_are_resumed_too(optim
             model(torch.tensor([random.uniform(1, 2), np.random.uniform(-2, -1)]).float()).sum().backward()
             run.optimizer_step(model, optimizer, schedule, torch.tensor(0.0))
             reference.load_state_dict(model.state_dict())
+            run.cfg.temperature *= 0.9
             return [p.detach().clone() for p in (*model.parameters(), *reference.parameters())]
         return run, step, reference
 
