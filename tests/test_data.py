@@ -2,10 +2,12 @@
 import dataclasses
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -22,7 +24,10 @@ cpu = torch.device("cpu")
 
 @pytest.mark.parametrize("script, name, value", [
     ("grpo", "save_every", 0), ("grpo", "eval_every", 0), ("grpo", "max_bad_steps", 0), ("grpo", "warmup_steps", -1),
-    ("grpo", "kl_coef", -0.1), ("dpo", "label_smoothing", 0.6), ("grpo", "temperature", 0), ("dpo", "beta", 0)])
+    ("grpo", "kl_coef", -0.1), ("dpo", "label_smoothing", 0.6), ("grpo", "temperature", 0), ("dpo", "beta", 0),
+    ("grpo", "seed", -1), ("grpo", "freeze_layers", 1.5), ("grpo", "max_grad_norm", 0), ("grpo", "eval_samples", 0),
+    ("grpo", "updates_per_batch", 10 ** 7), ("reward_model", "pairs_per_step", 10 ** 7), ("ppo", "gamma", 1.1),
+    ("dapo", "clip_high", 11), ("dapo", "overlong_buffer", -1), ("ppo", "missing_eos_score", -1e31)])
 def test_a_flag_out_of_range(script, name, value):
     with pytest.raises(common.UserError, match=f"--{name} .*must be"):
         common.check_config(importlib.import_module(script).Config(**{name: value}))
@@ -83,6 +88,18 @@ def test_as_many_minibatches_as_completions():
         common.check_config(Config(prompts_per_step=2, group_size=4, minibatches=9))
 
 
+@pytest.mark.parametrize("script, flags, named", [
+    ("ppo", {}, {"lr", "value_lr", "max_new_tokens"}), ("dapo", {"lr": 1e-6}, {"overlong_buffer", "max_new_tokens"}),
+    ("reward_model", {}, {"lr"}), ("dpo", {"data": "pairs.jsonl"}, {"lr"}), ("dpo", {}, {"lr", "max_new_tokens"}),
+    ("dpo", {"data": "pairs.jsonl", "on_policy": True}, {"lr", "max_new_tokens"}),
+    ("dpo", {"data": "pairs.jsonl", "eval_problems": "problems.jsonl"}, {"lr", "max_new_tokens"}),
+    ("ppo", {"lr": 1e-6, "value_lr": 1e-5, "max_new_tokens": 500}, set()), ("ppo", {"model": "tiny"}, set())])
+def test_defaults_that_suit_the_tiny_model_alone_are_named(script, flags, named, capsys):
+    """dpo.py samples nothing where it only reads pairs, so then --max_new_tokens is none of them."""
+    common.warn_of_defaults(importlib.import_module(script).Config(**{"model": "real", **flags}))
+    assert set(re.findall(r"--(\w+)", capsys.readouterr().err)) == named
+
+
 def test_flags_are_not_abbreviated():
     with pytest.raises(common.UserError, match="did you mean --steps"):
         common.parse_config(importlib.import_module("grpo").Config, ["--step", "3"])
@@ -104,6 +121,16 @@ def test_an_error_is_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         common.launch(main, common.RunConfig)
     assert capsys.readouterr().err.splitlines()[-1] == "grpo.py: error: first second"
+
+
+def test_a_download_shows_its_progress(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    for hidden in (None, True):
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_PROGRESS_BARS", hidden)
+        huggingface_hub.utils.enable_progress_bars() if not hidden else None
+        with pytest.raises(SystemExit):
+            common.launch(lambda cfg: None, common.RunConfig)
+        assert huggingface_hub.utils.are_progress_bars_disabled() == bool(hidden)
 
 
 def test_more_than_the_memory_of_the_machine_is_one_line_too(monkeypatch, capsys):
@@ -142,9 +169,11 @@ def test_ranks_leave_together(monkeypatch):
     monkeypatch.setattr(common, "world_size", lambda: 2)
     monkeypatch.setattr(common.dist, "barrier", lambda: left.append("waited"))
     monkeypatch.setattr(common.os, "_exit", left.append)
+    for name in ("stdout", "stderr"):  # os._exit would lose what they hold
+        monkeypatch.setattr(getattr(sys, name), "flush", lambda name=name: left.append(name))
     with pytest.raises(SystemExit):
         common.leave(143)
-    assert left == ["waited", 143]
+    assert left == ["waited", "stdout", "stderr", 143]
 
 
 # ------------------------------------------------------------------------------------------------------ models

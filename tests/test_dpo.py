@@ -311,8 +311,11 @@ def test_problems_without_answers_may_be_judged_by_a_function(tmp_path):
     (tmp_path / "reward.py").write_text("def f(prompt, completion, row): return len(completion)\n")
     (tmp_path / "problems.jsonl").write_text('{"prompt": "1+1=?"}\n')
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=?", "chosen": "2", "rejected": "3"}\n')
-    run_script("dpo.py", "--steps", 1, "--pairs_per_step", 1, "--data", tmp_path / "pairs.jsonl", "--eval_problems",
-               tmp_path / "problems.jsonl", "--reward", f"{tmp_path / 'reward.py'}:f", "--output_dir", tmp_path / "run")
+    flags = ["--steps", 1, "--pairs_per_step", 1, "--data", tmp_path / "pairs.jsonl", "--eval_data",
+             tmp_path / "pairs.jsonl", "--eval_problems", tmp_path / "problems.jsonl", "--output_dir", tmp_path / "run"]
+    assert "problems.jsonl line 1: no answer" in run_script("dpo.py", *flags, code=2)  # for the verifier
+    run_script("dpo.py", *flags, "--reward", f"{tmp_path / 'reward.py'}:f")
+    assert {"eval_reward", "eval_pair_accuracy"} <= read_metrics(tmp_path / "run")[1].keys()
 
 
 def test_all_pairs_of_a_ranking_are_trained_on(tmp_path, monkeypatch):

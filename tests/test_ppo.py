@@ -3,6 +3,7 @@ import itertools
 import json
 import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -227,8 +228,10 @@ def test_explained_variance_by_hand():
     assert ppo.explained_variance(returns, torch.ones(1, 4), mask) == 0.0  # the returns are all equal
     rounded = torch.ones(1, 4) + torch.tensor([0, 1e-7, 0, 0])
     assert ppo.explained_variance(returns, rounded, mask) == 0.0  # but for rounding
-    large = torch.tensor([[1e3, -1e3, 1e3, 0]])  # returns are advantages plus these, and round like them
-    assert ppo.explained_variance(large, torch.tensor([[0, 1e-4, 0, 0]]), mask) == 0.0
+    for large in ([1e3, -1e3, 1e3, 0], [-1e3] * 4):  # returns are advantages plus these, and round like them
+        assert ppo.explained_variance(torch.tensor([large]), torch.tensor([[0, 1e-4, 0, 0]]), mask) == 0.0
+    for scaled in (returns * 1e-6, 1 + returns * 1e-4):  # small differences that are no rounding
+        assert ppo.explained_variance(scaled, scaled, mask) == 1.0
 
 
 def test_the_kl_controller_by_hand():
@@ -289,6 +292,27 @@ def test_the_critic_starts_from_the_reward_model_only_if_that_can_read_all_rows(
     assert ppo.load_value_model(cfg, torch.device("cpu"), swapped).config.model_type == "qwen2"
     tokenizer.add_tokens("a new one")
     assert ppo.load_value_model(cfg, torch.device("cpu"), tokenizer).config.model_type == "qwen2"
+
+
+def test_all_that_is_loaded_may_bring_its_own_code_if_the_flag_says_so(tmp_path, policy_directory, monkeypatch):
+    """--trust_remote_code is for the policy, the reference, the reward model and the critic that starts from it."""
+    save_reward_model(tmp_path / "rm")
+    cfg, device = reward_config(tmp_path / "rm", policy_directory, trust_remote_code=True), torch.device("cpu")
+    asked = []
+
+    def recorded(load):
+        def call(name, *args, trust_remote_code=False, **kwargs):
+            asked.append((Path(name).name, trust_remote_code))
+            return load(name, *args, **kwargs)
+        return call
+    for part in (common.AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification):
+        monkeypatch.setattr(part, "from_pretrained", recorded(part.from_pretrained))
+    monkeypatch.setattr(common, "get_tokenizer_config", recorded(common.get_tokenizer_config))
+    _, tokenizer = common.load_policy(cfg, device)
+    common.load_reference(cfg, device)
+    common.load_reward(cfg)
+    ppo.load_value_model(cfg, device, tokenizer)
+    assert set(asked) == {("policy", True), ("rm", True)}
 
 
 def test_the_critic_starts_at_zero_from_the_policy(tmp_path):
@@ -657,6 +681,13 @@ def test_equal_scores_have_no_spread(tmp_path, monkeypatch):
     assert abs(step["reward"]) < 1e-6 and math.isfinite(step["loss"])
 
 
+def test_a_single_reward_teaches_the_critic(tmp_path):
+    """It equals itself, but that is no lack of signal."""
+    errors = run_script("ppo.py", "--steps", 1, "--prompts_per_step", 1, "--max_new_tokens", 4, "--output_dir",
+                        tmp_path / "run", *on_few_problems(tmp_path))
+    assert "teach nothing" not in errors
+
+
 def test_a_directory_that_is_no_reward_model_is_refused_by_name(tmp_path, policy_directory):
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
@@ -669,6 +700,8 @@ def test_a_directory_that_is_no_reward_model_is_refused_by_name(tmp_path, policy
     save(tmp_path / "two", AutoModelForSequenceClassification.from_config(policy.config), tokenizer)
     with pytest.raises(common.UserError, match="^--reward .*two: want a sequence classifier with one label"):
         common.load_reward(reward_config(tmp_path / "two", policy_directory))
+    with pytest.raises(common.UserError, match="^--reward .*policy: no weights for score.weight"):
+        common.load_reward(reward_config(policy_directory, policy_directory))  # it has no head
     save_reward_model(tmp_path / "larger")
     tokenizer.add_tokens(["one", "more"])  # to the tokenizer, but not to the embedding
     tokenizer.save_pretrained(tmp_path / "larger")
@@ -827,6 +860,7 @@ def test_the_samples_of_ppo_have_the_advantage_of_their_first_token(tmp_path):
                "--updates_per_batch", 1, "--output_dir", tmp_path / "run", *on_few_problems(tmp_path))
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert {row["reward"] for row in rows} == {0, 1}
+    assert not {"kl", "kl_per_completion", "kl_coef"} & read_metrics(tmp_path / "run")[1].keys()  # of no reference
     assert all((row["advantage"] > 0) == (row["reward"] == 1) and row["advantage"] != row["reward"] for row in rows)
 
 
@@ -845,3 +879,5 @@ def test_a_reward_models_scores_are_normalised_and_then_those_without_eos_bounde
     assert (normal[~finished] < -0.5).any() and (normal[~finished] > -0.5).any() and finished.any()
     assert step.metrics["reward"] == pytest.approx(expected.mean().item(), rel=1e-4)
     assert step.metrics["score"] == pytest.approx(scores.mean().item(), rel=1e-4)
+    right = [is_right(rollout, i) for i in range(16)]  # by the verifier
+    assert step.metrics["accuracy"] == pytest.approx(sum(right) / 16) != (normal > 0).float().mean().item()

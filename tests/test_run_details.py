@@ -1,10 +1,13 @@
 """`Run`, one method at a time: output directory, logs, checkpoints. (test_runs.py runs whole scripts.)"""
 import dataclasses
+import errno
 import json
 import math
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,7 +19,7 @@ import torch
 
 import common
 import grpo
-from helpers import FakeRun, random_model, read_metrics
+from helpers import ROOT, FakeRun, random_model, read_metrics
 
 
 def begin(tmp_path, **flags):
@@ -36,12 +39,24 @@ def test_the_default_directory(tmp_path, monkeypatch):
     assert common.Run(grpo.Config()).directory == Path("runs/grpo")
 
 
-def test_config_json_says_how_the_run_began(tmp_path):
+def test_config_json_says_how_the_run_began(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     run = begin(tmp_path, seed=3)[0]
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["flags"], config["script"]) == (vars(run.cfg), "grpo.py")
-    assert config["versions"]["torch"] == torch.__version__ and "commit" in config  # null in a copy without .git
+    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert config["versions"]["torch"] == torch.__version__ and config["commit"] == (commit or None)  # not that of cwd
     assert (config["processes"], config["device"]) == (1, "cpu")
+
+
+def test_neither_git_nor_a_file_system_with_locks_is_needed(tmp_path, monkeypatch):
+    def fails(*args, **kwargs):
+        raise OSError("not there")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(subprocess, "run", fails)
+    monkeypatch.setattr(common.fcntl, "lockf", fails)
+    begin(tmp_path)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["commit"] is None
 
 
 def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path):
@@ -80,11 +95,15 @@ def test_an_interrupted_overwrite_cannot_be_resumed(removed, tmp_path, monkeypat
     begin(tmp_path, overwrite=True)
 
 
-def test_overwrite_spares_the_reward_model_in_use(tmp_path):
+def test_overwrite_spares_the_reward_model_in_use(tmp_path, monkeypatch):
+    """However the two paths are written."""
     begin(tmp_path)
     (tmp_path / "run" / "model").mkdir()
-    with pytest.raises(common.UserError, match="is in, the run that would be replaced"):
-        begin(tmp_path, overwrite=True, reward=str(tmp_path / "run" / "model"))
+    monkeypatch.chdir(tmp_path)
+    for reward in (str(tmp_path / "run" / "model"), "run/model"):
+        for output_dir in (str(tmp_path / "run"), "run"):
+            with pytest.raises(common.UserError, match="is in, the run that would be replaced"):
+                begin(tmp_path, overwrite=True, reward=reward, output_dir=output_dir)
 
 
 def test_what_may_change_with_resume_and_what_not(tmp_path):
@@ -209,6 +228,15 @@ def test_the_first_line_of_the_root_cause():
     assert common.innermost(OSError()) == "OSError: "
     with pytest.raises(common.UserError, match=r"^file \(RuntimeError\)$"), common.one_line_errors("file"):
         raise RuntimeError
+    with pytest.raises(torch.OutOfMemoryError), common.one_line_errors("--model x"):  # `launch` has advice
+        raise torch.OutOfMemoryError
+
+
+def test_a_stream_that_nobody_reads_does_not_fail():
+    """A pipe's reader may have ended, or a terminal may have been closed."""
+    def write(text):
+        raise OSError(errno.EIO, "Input/output error")
+    assert common.outliving_reader(write)("text") is None and common.outliving_reader(len)("text") == 4
 
 
 def test_a_checkpoint_every_so_many_steps_and_after_the_last(tmp_path):
@@ -353,8 +381,24 @@ def test_time_tokens_and_memory():
 def test_the_time_of_a_step_begins_with_the_step():
     run = FakeRun(grpo.Config(steps=3))
     run.device, run.next_step = torch.device("cpu"), 1
-    began = [run.began for _ in run.steps()]
-    assert began == sorted(set(began)) and len(began) == 3
+    began, phases = [], []
+    for _ in run.steps():
+        began.append(run.began)
+        phases.append(dict(common.PHASE_SECONDS))
+        common.PHASE_SECONDS["rollout"] += 1.0
+    assert began == sorted(set(began)) and len(began) == 3 and phases == [{}] * 3
+
+
+@pytest.mark.parametrize("device, step, gap, warns", [
+    ("cpu", 1, 0.0009, False), ("cpu", 1, 0.002, True), ("cpu", 2, 0.002, False), ("cuda", 1, 0.09, False),
+    ("cuda", 1, 0.11, True)])
+def test_a_sampler_that_is_off_by_more_than_rounding_is_named_once(device, step, gap, warns, tmp_path, capsys):
+    """In bfloat16, as on a GPU, rounding is up to a tenth of a nat."""
+    run = begin(tmp_path)[0]
+    run.device = torch.device(device)
+    run.end_step(step, {"sampler_gap": torch.tensor(gap)})
+    assert ("more than rounding" in capsys.readouterr().err) == warns
+    assert read_metrics(tmp_path / "run")[0]["sampler_gap"] == pytest.approx(gap)
 
 
 def test_samples_are_two_of_each_of_four_prompts(tmp_path):

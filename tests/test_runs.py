@@ -236,6 +236,8 @@ def test_a_judged_rollout_leaves_the_random_state(tmp_path):
     score = common.load_reward(grpo.Config(reward=f"{path}:f"))
     rewards, correct = score([common.Problem("1+1=?", [], "2", {})], rollout)
     assert rewards > 0 and not correct
+    torch.manual_seed(7)
+    assert score([common.Problem("1+1=?", [], "2", {})], rollout)[0] != rewards  # other draws
     assert states == (random.getstate(), np.random.get_state()[1].tolist())
 
 
@@ -357,7 +359,7 @@ def test_nothing_is_built_before_a_bad_flag_is_noticed(fails, monkeypatch):
 
 
 def test_flags_from_a_file_and_help(tmp_path, capsys):
-    path = write(tmp_path / "flags.yaml", "steps: 7\nlr: 1.0e-3\ndivide_by_std: false\neval_data:\n")
+    path = write(tmp_path / "flags.yml", "steps: 7\nlr: 1.0e-3\ndivide_by_std: false\neval_data:\n")
     cfg = common.parse_config(grpo.Config, [str(path), "--steps", "9"])
     assert (cfg.steps, cfg.lr, cfg.divide_by_std) == (9, 1e-3, False)
     assert cfg.eval_data == ""  # a flag without a value keeps its default
@@ -371,7 +373,8 @@ def test_flags_from_a_file_and_help(tmp_path, capsys):
         common.parse_config(grpo.Config, ["--steps", "9", str(path)])
     with pytest.raises(common.UserError, match="other.yaml: a file of flags has to come first"):
         common.parse_config(grpo.Config, [str(path), str(path)])
-    for line, message in ("steps: true", "--steps: invalid int value"), ("thinking: on", "--thinking: invalid choice"):
+    for line, message in (("steps: true", "--steps: invalid int value"), ("thinking: on", "--thinking: invalid choice"),
+                          ("no_divide_by_std: false", "--no_divide_by_std: ignored explicit argument")):
         with pytest.raises(common.UserError, match=message):
             common.parse_config(grpo.Config, [str(write(tmp_path / "true.yaml", line))])
     with pytest.raises(common.UserError, match="did you mean --eval_data"):
@@ -1117,6 +1120,23 @@ def test_a_process_that_lost_another_says_so_in_one_line(error, said, monkeypatc
         common.launch(main, common.RunConfig)
     assert stopped.value.code == getattr(error, "exit_code", 1)
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"grpo.py: error: {said}")
+
+
+@pytest.mark.parametrize("rank, error, waits", [
+    ("0", common.UserError("--data: no such file"), False), ("1", common.UserError("--data: no such file"), True),
+    ("0", RuntimeError("gloo: Connection closed by peer"), True)])
+def test_an_error_of_all_processes_is_told_by_the_first(rank, error, waits, monkeypatch, capsys):
+    """When that one has ended, torchrun ends those that wait; so it does where another one has failed first."""
+    def main(cfg):
+        raise error
+    calls = []
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(signal, "signal", lambda *call: calls.append(call))
+    monkeypatch.setattr(time, "sleep", calls.append)
+    with pytest.raises(SystemExit):
+        common.launch(main, common.RunConfig)
+    assert calls == [(signal.SIGTERM, signal.SIG_DFL), 15] * waits
 
 
 def test_a_bug_in_one_of_several_processes_ends_it_at_once(monkeypatch, capsys):
