@@ -1263,7 +1263,8 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
                            "auto" if isinstance(problem, Preference) else cfg.thinking) for problem in problems]
     for problem, (text, templated), ids in zip(problems, texts, encode(tokenizer, texts)):
         if cfg.model == "tiny" and tokenizer.unk_token_id in ids:
-            raise UserError(f"{what}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}: set --model")
+            cause = "--system_prompt" if cfg.system_prompt and text.startswith(cfg.system_prompt) else what
+            raise UserError(f"{cause}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}: set --model")
         problem.prompt_ids, problem.rendered = ids, (text, templated)
         if isinstance(problem, Preference):
             problem.begun = is_begun(problem.prompt)

@@ -968,8 +968,10 @@ def test_a_string_to_sample_from_gets_its_bos():
 
 def test_the_tiny_model_reads_additions_alone():
     tokenizer = common.tiny_tokenizer()
-    with pytest.raises(common.UserError, match="the tiny model reads digits"):
-        common.encode_prompts([common.Problem("what is 1+1?", [], "2", {})], tokenizer, encode_config(), "--data")
+    for prompt, system, cause in ("what is 1+1?", "", "--data"), ("1+1=?", "be brief", "--system_prompt"):
+        with pytest.raises(common.UserError, match=f"^{cause}: the tiny model reads digits"):
+            common.encode_prompts([common.Problem(prompt, [], "2", {})], tokenizer, encode_config(system_prompt=system),
+                                  "--data")
     cfg = encode_config(model="other")
     assert common.encode_prompts([common.Problem("what is 1+1?", [], "2", {})], tokenizer, cfg, "--data")
 

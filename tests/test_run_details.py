@@ -44,7 +44,8 @@ def test_config_json_says_how_the_run_began(tmp_path, monkeypatch):
     run = begin(tmp_path, seed=3)[0]
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["flags"], config["script"]) == (vars(run.cfg), "grpo.py")
-    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    git = ["git", "-C", ROOT, "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     assert config["versions"]["torch"] == torch.__version__ and config["commit"] == (commit or None)  # not that of cwd
     assert (config["processes"], config["device"]) == (1, "cpu")
 
