@@ -1113,9 +1113,9 @@ def test_a_score_for_each_answer():
 
 
 def test_the_pairs_of_a_ranking_with_a_tie():
-    ranked = common.Preference("p", [7], ["a", "b", "c"], [[1], [2], [3]], [2.0, 1.0, 1.0], 0.5)
+    ranked = common.Preference("p", [7], ["a", "b", "c"], [[1], [2], [3]], [2.5, 1.0, 1.0], 0.5)
     assert [(s.answers, s.answer_ids, s.scores) for s in ranked.split()] == [
-        (["a", "b"], [[1], [2]], [1.0, 0.0]), (["a", "c"], [[1], [3]], [1.0, 0.0])]
+        (["a", "b"], [[1], [2]], [2.5, 1.0]), (["a", "c"], [[1], [3]], [2.5, 1.0])]
     assert [pair.margin for pair in ranked.split()] == [0.5, 0.5]
 
 
