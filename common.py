@@ -3039,7 +3039,7 @@ _PHRASE = re.compile(r"""
     (?: ,?[ ](?: \( | (?: to | in | as | expressed | rounded )[ ] ) [^\n:=]{,50} )?
     (?: [ ](?: is | are | (?:should|must|would|will)[ ]be )
         (?: [ ](?: simply | just | indeed | actually | only | equal[ ]to | given[ ]by ) )?
-        | [ ]equals | \**: | [ ]= )
+        | [ ]equals | \**: | [ ]= | (?<=final[ ]answer)[ ]of (?=\W*\d) )
     :? \** \s* (?: \}\s* | (?<=\n)[-•][ ]+ )?
     (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
     # up to the end of the sentence or a reason: "18 dollars because ..."; whole: "$5! = 120$", "5 sq. ft."
@@ -3271,8 +3271,9 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\{([^{}]*)\\(over|choose)(?![a-z])([^{}]*)\}",
      lambda pair: rf"\{'frac' if pair[2] == 'over' else 'binom'}{{{pair[1].strip()}}}{{{pair[3].strip()}}}"),
     (r"\bC\((\d+), ?(\d+)\)", r"\\binom{\1}{\2}"),  # ways to choose
-    # 44 \pmod{83}, 44 (mod 83) and 44 \mod 83 are 44 mod83, 07:30 is 7:30
-    (r" ?(?:\\p?mod ?\{? ?|\( ?\\?b?mod )(\d+) ?[})]?", r" mod\1"), (r"\b0(?=\d:\d\d)", ""),
+    # 44 \pmod{83}, 44 (mod 83) and 44 \mod 83 are 44 mod83, 07 : 30 is 7:30
+    (r" ?(?:\\p?mod ?\{? ?|\( ?\\?b?mod )(\d+) ?[})]?", r" mod\1"),
+    (r"(?<=\d) : (?=\d\d\b)", ":"), (r"\b0(?=\d:\d\d)", ""),
     # words: 12^{th} is 12, 2 million is 2*10^6, 8 square feet is 8 feet^2; about 45 and so, 45 are 45; an ellipse
     (r"(?<=\d) ?\^? ?\{? ?(?:st|nd|rd|th)\b ?\}?", " "),
     (r"(?<=\d) ?([Hh]undred|[Tt]housand|[Mm]illion|[Bb]illion)\b",
@@ -3290,18 +3291,19 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"[({]([\dA-F]\w*)[)}] ?(?=_[\d{])| ?\(?\bbase (\d+)\)?", lambda base: base[1] or f"_{base[2]}"),
     # \begin{cases} x = 1 \\ y = 2 \end{cases} is x = 1, y = 2
     (r"\\begin\{cases\}((?:(?!\\end\{cases).)*)\\end\{cases\}", lambda system: re.sub(r",? ?\\\\", ",", system[1])),
-    # y = 2, x = 1 is x = 1, y = 2
-    (r"^([a-z]) ?= ?([^,=]+), ?([a-z]) ?= ?([^,=]+)$",
-     lambda pair: pair[0] if pair[1] <= pair[3] else f"{pair[3]} = {pair[4]}, {pair[1]} = {pair[2]}"),
+    # y = 2, x = 1 is x = 1, y = 2; but of m and b, or n and k, either may come first
+    (r"^([a-z]) ?= ?([^,=]+), ?([a-z]) ?= ?([^,=]+)$", lambda pair: f"{pair[3]} = {pair[4]}, {pair[1]} = {pair[2]}"
+     if ord(pair[1]) - ord(pair[3]) in (1, 2) else pair[0]),
     # matrices: \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} is [[1,2],[3,4]]; a factor before one goes to each entry
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["),
     (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),
     (r"\\\\(?:\[[\d.]+\w+\])?", "],["),
     (r"(?<![^=,])([^=,\[\]]{1,24})(\[\[(?:(?!\[\[).)*\]\])$",
      lambda product: re.sub(r"[^\[\],]+", lambda entry: f"{product[1]}({entry[0]})", product[2])),
+    # 5/36 (or about 0.139) is 5/36, and 7/2 (or 3.5) is 7/2, 3.5
+    (r"(?i) ?\( ?,? ?(?:≈|about|approximately|approx\.?|roughly)[^()]*\)", ""), (r" ?\( ?, ?([^(),]*)\)", r", \1"),
     # relations: x = \sqrt2 ≈ 1.41 is x = \sqrt2, but x_1 ≈ 1.5 is x_1 = 1.5, like Area: 12
     (r"((?:^|=) ?[-+(.]*(?:\d|\\(?:frac|pi|ln|log|arc)|\\?sqrt|e\^)[^=≈,]*)≈[^,]*$", r"\1"),
-    (r"(?i) ?\((?:or )?(?:≈|about|approximately|approx\.?|roughly)[^()]*\)", ""),  # 5/36 (about 0.139)
     (r"≈|(?<=[a-z]{3}) ?: ", "="),
     # x ∈ [1,2] is [1,2], and (x,y) ∈ {(1,2)} is {(1,2)}, which is (1,2)
     (r"(^|[,∪]) ?(?:\\?[^\W\d]+|\([^()]*\)) ?∈ ?", r"\1"),
@@ -3373,6 +3375,9 @@ def _same(a: str, b: str, depth: int = 0) -> bool:
             return _same_value(a_parts[0], b_parts[0])
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):  # what `_values` cannot read
         return False
+    for parts, other in (a_parts, b_parts), (b_parts, a_parts):  # 7/2 or 3.5 is 3.5; not 5, 5
+        if not depth and a_kind == b_kind == "" and len(parts) == len({*parts}) == 2 > len(other):
+            return _same(*parts, 1) and _same(parts[0], other[0], 1)
     if len(a_parts) != len(b_parts):
         return False
     if depth or len(a_parts) > LONGEST_LIST or not {a_kind, b_kind} <= {"", "‹›"}:
@@ -3423,7 +3428,10 @@ def _parts(text: str) -> tuple[str, list[str]]:
 
 def _is_name(side: str) -> bool:
     """Whether one side of an equation only names its value. In x, x_1, f(-2), f(g(3)) and x_1 + x_2, all digits belong
-    to an index or to the argument of a function, in 5 \\star 1 to an operation that the question defines."""
+    to an index or to the argument of a function, in 5 \\star 1 to an operation that the question defines. A sum, an
+    integral or a limit is one too."""
+    if re.match(r"\\(?:sum|prod|int|lim)(?![a-z])|\\l(?:floor|ceil)[^\\]*\\r\w+ ?$", side):
+        return True
     rest = re.sub(r"(?<!log)_\{?[\d/,]+\}?|\^\{-1\}(?=\()"
                   r"|\d+ ?(?:[@#]|\\(?:\#|star|ast|o(?:plus|times|dot)|diamond|bowtie|nabla|\w+suit)) ?\d+"
                   r"|(?<=[a-zA-Z})']) ?\(-?[^()+\d-]*\d[^()+-]*\)++(?! ?[\w(\\])", "", side)
