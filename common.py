@@ -2095,7 +2095,7 @@ class Run:
                 for p, problem in enumerate(problems[:4]) for g in range(min(2, G))])
 
     def append(self, name: str, rows: list[dict]) -> None:
-        """Add lines to a file of OUTPUT_DIR."""
+        """Add lines to a file of OUTPUT_DIR. (Of others than metrics.jsonl and samples.jsonl, --resume removes none.)"""
         path = self.directory / name
         with one_line_errors(f"cannot write {path}; --resume continues from the last checkpoint", TrainingFailed):
             with open(path, "a") as file:
