@@ -1987,7 +1987,7 @@ class Run:
         if self.cfg.log_to == "wandb":
             import wandb
             own = json.loads((self.directory / "config.json").read_text()).get("id")  # --resume continues its curves
-            return wandb.init(project="rl", name=self.directory.name, id=own, resume="allow", config=vars(self.cfg),
+            return wandb.init(project="rl", name=self.directory.name, id=own, resume="allow", config=self.flags,
                               dir=self.directory).log
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(self.directory / "tensorboard", purge_step=self.next_step)  # a resumed run repeats these
@@ -2095,7 +2095,7 @@ class Run:
                 for p, problem in enumerate(problems[:4]) for g in range(min(2, G))])
 
     def append(self, name: str, rows: list[dict]) -> None:
-        """Add lines to a file of OUTPUT_DIR. (Of others than metrics.jsonl and samples.jsonl, --resume removes none.)"""
+        """Add lines to a file of OUTPUT_DIR. (--resume drops later ones from metrics.jsonl and samples.jsonl alone.)"""
         path = self.directory / name
         with one_line_errors(f"cannot write {path}; --resume continues from the last checkpoint", TrainingFailed):
             with open(path, "a") as file:
@@ -3039,7 +3039,7 @@ _PHRASE = re.compile(r"""
     (?: ,?[ ](?: \( | (?: to | in | as | expressed | rounded )[ ] ) [^\n:=]{,50} )?
     (?: [ ](?: is | are | (?:should|must|would|will)[ ]be )
         (?: [ ](?: simply | just | indeed | actually | only | equal[ ]to | given[ ]by ) )?
-        | [ ]equals | \**: | [ ]= | (?<=final[ ]answer)[ ]of (?=\W*\d) )
+        | [ ]equals | \**: | [ ]= )
     :? \** \s* (?: \}\s* | (?<=\n)[-•][ ]+ )?
     (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
     # up to the end of the sentence or a reason: "18 dollars because ..."; whole: "$5! = 120$", "5 sq. ft."
@@ -3273,7 +3273,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\bC\((\d+), ?(\d+)\)", r"\\binom{\1}{\2}"),  # ways to choose
     # 44 \pmod{83}, 44 (mod 83) and 44 \mod 83 are 44 mod83, 07 : 30 is 7:30
     (r" ?(?:\\p?mod ?\{? ?|\( ?\\?b?mod )(\d+) ?[})]?", r" mod\1"),
-    (r"(?<=\d) : (?=\d\d\b)", ":"), (r"\b0(?=\d:\d\d)", ""),
+    (r"(?<=\d) : (?=\d)", ":"), (r"\b0(?=\d:\d\d)", ""),
     # words: 12^{th} is 12, 2 million is 2*10^6, 8 square feet is 8 feet^2; about 45 and so, 45 are 45; an ellipse
     (r"(?<=\d) ?\^? ?\{? ?(?:st|nd|rd|th)\b ?\}?", " "),
     (r"(?<=\d) ?([Hh]undred|[Tt]housand|[Mm]illion|[Bb]illion)\b",
@@ -3294,14 +3294,14 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     # y = 2, x = 1 is x = 1, y = 2; but of m and b, or n and k, either may come first
     (r"^([a-z]) ?= ?([^,=]+), ?([a-z]) ?= ?([^,=]+)$", lambda pair: f"{pair[3]} = {pair[4]}, {pair[1]} = {pair[2]}"
      if ord(pair[1]) - ord(pair[3]) in (1, 2) else pair[0]),
+    (r"^\(([a-z]), ?([a-z])\) ?= ?\(([^(),=]+),([^(),=]+)\)$", r"\1 = \3, \2 = \4"),  # (n,k) = (4,3)
     # matrices: \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} is [[1,2],[3,4]]; a factor before one goes to each entry
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["),
     (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),
     (r"\\\\(?:\[[\d.]+\w+\])?", "],["),
     (r"(?<![^=,])([^=,\[\]]{1,24})(\[\[(?:(?!\[\[).)*\]\])$",
      lambda product: re.sub(r"[^\[\],]+", lambda entry: f"{product[1]}({entry[0]})", product[2])),
-    # 5/36 (or about 0.139) is 5/36, and 7/2 (or 3.5) is 7/2, 3.5
-    (r"(?i) ?\( ?,? ?(?:≈|about|approximately|approx\.?|roughly)[^()]*\)", ""), (r" ?\( ?, ?([^(),]*)\)", r", \1"),
+    (r"(?i) ?\( ?,? ?(?:≈|about|approximately|approx\.?|roughly)[^()]*\)", ""),  # 5/36 (or about 0.139)
     # relations: x = \sqrt2 ≈ 1.41 is x = \sqrt2, but x_1 ≈ 1.5 is x_1 = 1.5, like Area: 12
     (r"((?:^|=) ?[-+(.]*(?:\d|\\(?:frac|pi|ln|log|arc)|\\?sqrt|e\^)[^=≈,]*)≈[^,]*$", r"\1"),
     (r"≈|(?<=[a-z]{3}) ?: ", "="),
@@ -3375,9 +3375,6 @@ def _same(a: str, b: str, depth: int = 0) -> bool:
             return _same_value(a_parts[0], b_parts[0])
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):  # what `_values` cannot read
         return False
-    for parts, other in (a_parts, b_parts), (b_parts, a_parts):  # 7/2 or 3.5 is 3.5; not 5, 5
-        if not depth and a_kind == b_kind == "" and len(parts) == len({*parts}) == 2 > len(other):
-            return _same(*parts, 1) and _same(parts[0], other[0], 1)
     if len(a_parts) != len(b_parts):
         return False
     if depth or len(a_parts) > LONGEST_LIST or not {a_kind, b_kind} <= {"", "‹›"}:
@@ -3431,7 +3428,7 @@ def _is_name(side: str) -> bool:
     to an index or to the argument of a function, in 5 \\star 1 to an operation that the question defines. A sum, an
     integral or a limit is one too."""
     if re.match(r"\\(?:sum|prod|int|lim)(?![a-z])|\\l(?:floor|ceil)[^\\]*\\r\w+ ?$", side):
-        return True
+        return len(_split(side, "+-")) == 1
     rest = re.sub(r"(?<!log)_\{?[\d/,]+\}?|\^\{-1\}(?=\()"
                   r"|\d+ ?(?:[@#]|\\(?:\#|star|ast|o(?:plus|times|dot)|diamond|bowtie|nabla|\w+suit)) ?\d+"
                   r"|(?<=[a-zA-Z})']) ?\(-?[^()+\d-]*\d[^()+-]*\)++(?! ?[\w(\\])", "", side)

@@ -67,7 +67,7 @@ def token_rewards(scores: torch.Tensor, logprobs, ref_logprobs, mask, kl_coef: f
     reaches the policy through the advantages, like any reward.
     """
     penalty = kl_coef * (logprobs - ref_logprobs)
-    last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # [N, T]
+    last = mask.cumsum(1) == mask.sum(1, keepdim=True)  # [N, T]; true after the last token too, where the mask is not
     return (scores.reshape(-1, 1).where(last, 0.0) - penalty).where(mask, 0.0)
 
 
@@ -80,9 +80,9 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: 
     """
     rewards = rewards.where(mask, 0.0)
     values = values.where(mask, 0.0)
-    advantages = torch.zeros_like(values)
-    advantage = next_value = values.new_zeros(len(values))  # [N] each, of the next token in the mask
-    for t in reversed(range(values.shape[1])):
+    advantages = torch.zeros_like(rewards + values)
+    advantage = next_value = advantages.new_zeros(len(advantages))  # [N] each, of the next token in the mask
+    for t in reversed(range(advantages.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         advantage = (delta + gamma * lam * advantage).where(mask[:, t], advantage)
         next_value = values[:, t].where(mask[:, t], next_value)

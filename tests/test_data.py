@@ -968,7 +968,8 @@ def test_a_string_to_sample_from_gets_its_bos():
 
 def test_the_tiny_model_reads_additions_alone():
     tokenizer = common.tiny_tokenizer()
-    for prompt, system, cause in ("what is 1+1?", "", "--data"), ("1+1=?", "be brief", "--system_prompt"):
+    for prompt, system, cause in [("what is 1+1?", "", "--data"), ("what is 1+1?", "none", "--data"),
+                                  ("1+1=?", "be brief", "--system_prompt")]:
         with pytest.raises(common.UserError, match=f"^{cause}: the tiny model reads digits"):
             common.encode_prompts([common.Problem(prompt, [], "2", {})], tokenizer, encode_config(system_prompt=system),
                                   "--data")

@@ -43,8 +43,7 @@ from common import SYSTEM_PROMPT, extract_answer, format_reward, is_equivalent, 
     ("The answer is:\n\n\\[\n5\n\\]", "5"), ("So the answer is\n$$\n5\n$$", "5"), ("The answer should be 5.", "5"),
     ("The answer is 5. I hope this answer is correct.", "5"), ("The answers are 1 and 2.", "1 and 2"),
     ("The correct option is (B).", "(B)"), ("The answer is $5! = 120$.", "$5! = 120$"),
-    ("The answer is 18! I hope so", "18"), ("This gives us a final answer of 18.", "18"),
-    ("He has a final answer of his own.", None),
+    ("The answer is 18! I hope so", "18"),
     ("The answer is 5 sq. ft.", "5 sq. ft"), ("#### Step 1\n2+2=4\n\nThe answer is 4.", "4"), ("Answer : 5", "5"),
     ("\\boxed{5}\n\n#### Check:\n2+3=5", "5"), ("\\boxed{5}\n\n#### Key idea\nSymmetry.", "5"),
     ("\\boxed{5}\n\n#### Step 2\nAdding 3 gives 8.", "5"),
@@ -289,9 +288,10 @@ SAME = [
     ("x_{1,2}=1 \\pm \\sqrt{2}", "x = 1 \\pm \\sqrt{2}"), ("0.(3)", "1/3"), ("1.(6)", "5/3"),
     ("\u20115", "-5"), ("\\text{non\u2011negative}", "non-negative"),
     ("\\frac{5}{36} (\\approx 0.139)", "\\frac{5}{36}"), ("2\\sqrt2\\text{ units (or about }2.83)", "2\\sqrt2"),
-    ("\\frac{12}{5} \\text{ or } 2.4", "2.4"), ("2.5 (or 2 1/2) hours", "2.5"), ("n=4, k=3", "(n, k) = (4, 3)"),
-    ("m=3, b=2", "(3,2)"), ("\\sum_{k=1}^{10} a_k = 37", "37"), ("\\lim_{x \\to 0} f(x) = \\frac32", "1.5"),
-    ("\\lfloor 37.5 \\rfloor = 37", "37"), ("10\\text{:}30\\text{ a.m.}", "10:30 AM"),
+    ("n=4, k=3", "(n, k) = (4, 3)"), ("k=3, n=4", "(n, k) = (4, 3)"), ("d=4, a=1", "(a,d) = (1,4)"),
+    ("z=2, x=1", "(1,2)"), ("m=3, b=2", "(3,2)"), ("(y,x) = (2,1)", "(2,1)"), ("\\sum_{k=1}^{10} a_k = 37", "37"),
+    ("\\prod_{k=1}^{3} k = 6", "6"), ("\\int_0^1 f(x)\\,dx = 2", "2"),
+    ("\\lim_{x \\to 0} f(x) = \\frac32", "1.5"), ("\\lfloor 37.5 \\rfloor = 37", "37"), ("\\lceil 36.5 \\rceil = 37", "37"), ("10\\text{:}30\\text{ a.m.}", "10:30 AM"),
     ("\\sqrt5(y-n)^2", "\\sqrt5y^2-2\\sqrt5yn+\\sqrt5n^2")]  # y and n stand for close numbers: the terms nearly cancel
 
 
@@ -383,8 +383,8 @@ def test_the_same_answer_written_another_way(a, b):
     ("No, it is", "Yes"), ("0.(6)", "0.(3)"), ("0.(3)", "0"),
     ("x_1=3, x_2=2", "x_1=2, x_2=3"), ("x=-2, x=3", "[-2,3]"), ("x=2 \\text{ or } x=3", "(2,3)"),
     ("\\frac{Mv}{M+m}", "\\frac{mv}{M+m}"), ("\\frac{mgR}{r}", "\\frac{mgr}{R}"), ("2\\pi Rh", "2\\pi rh"),
-    ("m=3, b=2", "(2,3)"), ("5, 5", "5"), ("3 (or 4)", "3"), ("7/2, 3", "3"), ("x=5, y=5", "5"), ("50%, 1/2", "50"),
-    ("\\sum a_k = 37", "38"), ("5/36 (about 0.139)", "0.139"), ("2 \\sum a_k = 37", "37"),
+    ("m=3, b=2", "(2,3)"), ("d=4, a=1", "(a,d) = (4,1)"), ("5/36 (about 0.139)", "0.139"), ("\\sum a_k = 37", "38"),
+    ("\\sum a_k + 5 = 37", "37"), ("2 \\sum a_k = 37", "37"), ("\\lfloor 37.5 \\rfloor + 1 = 37", "37"),
     ("(2n)!+1", "(2n)!-1"), ("2^{n^2}+n", "2^{n^2}-n"), ("10^{2n}-1", "10^{2n}+1"),
     ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # long units are compared in linear time
 def test_another_answer(a, b):
