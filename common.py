@@ -3183,7 +3183,7 @@ def is_equivalent(prediction, answer) -> bool:
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
-_ARITHMETIC = re.compile(r"[\d)}\]][.|]?[-+*](?!\{?10\}?[\^⁻⁰¹²³⁴-⁹])[-+]*[\d({[|.\\}]"  # not 2*10^6
+_ARITHMETIC = re.compile(r"[\d)}\]][.|]?(?:[-+]|\*(?!\{?10\}?[\^⁻⁰¹²³⁴-⁹]))[-+]*[\d({[|.\\}]"  # not 2*10^6
                          r"|(?<![a-z_])[\d).][({[|]+[-+\d.]|[\d)]!|\\binom|\\choose|C\(\d+,\d")  # 7(8), not \frac1{2}
 _FORMULA = re.compile(r"[\w)}][-+*/^][-.\w({\\]|\\[a-z]")  # 1/2, x+1, x^-1, \sqrt2; `_bare` leaves out spaces and \text
 _QUOTIENT = re.compile(r"\d[)}]*/[-({]*[\d.]|\\frac[-({]*[\d.]")  # 144/12
@@ -3203,7 +3203,7 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
         return re.sub(r"(?<=[a-z])(\()?\((\w+)\)(?(1)\))", r"\2", text)  # `_clean` has written \sin((x))
 
     def compared(text):  # of an equation, the last side and the first, but for a name
-        sides = [side for side in text.split("=") if side]
+        sides = text.split("=")
         return sides[-1:] + [side for side in sides[:1] if not _is_name(side)]
 
     def copied(formula):  # \sqrt50 from the question, perhaps as \sqrt50cm
@@ -3217,8 +3217,8 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     value, bare, asked = _clean(concluded), _bare(concluded), _bare(prompt)
     if re.match(r"[{(*]*[A-J][).:]", bare) and re.sub("[{}*]", "", bare) in re.sub("[{}*]", "", asked):
         return True  # (B) 3/4, one of the choices in the prompt
-    if _DECIMAL.fullmatch(gold):
-        whole, sides = Fraction(gold).denominator == 1, zip(compared(bare), compared(value.replace(" ", "")))
+    if _DECIMAL.fullmatch(number := _split_unit(gold)[0]):
+        whole, sides = Fraction(number).denominator == 1, zip(compared(bare), compared(value.replace(" ", "")))
         if all(_ARITHMETIC.search(typed) or whole and _QUOTIENT.search(side) for typed, side in sides):
             return False  # but of 57+68=125, the second is worked out
     formula, question = plain(concluded), plain(prompt)
@@ -3232,7 +3232,8 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
 def _bare(text: str) -> str:
     """"$57\\,+\\,68^\\circ$" -> "57+68": each symbol in one spelling, and no spaces."""
     text = re.sub(_SYMBOL, lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0]), text[-LONGEST_COMPLETION:])
-    return re.sub(r"\\text|\^\{?\\circ\}?|[\s°]", "", text)
+    text = re.sub("[^\x00-\x7f⁻⁰¹²³⁴-⁹]", lambda wide: unicodedata.normalize("NFKC", wide[0]), text)  # such as （
+    return re.sub(r"\\text|\^\{?\\circ\}?|\\degrees?|°", "", re.sub(r"\s", "", text))
 
 
 _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
@@ -3437,7 +3438,7 @@ def _is_name(side: str) -> bool:
 
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, but x^2 = 5 does not; x ≥ 5 agrees with [5, \\infty)."""
-    if kind[-1] == "=":
+    if set(kind) == {"="}:
         is_name = _is_name(sides[0]) or sides[-1].startswith("[[")  # A^{-1} before a matrix
         return _same(sides[-1], plain, depth) and (is_name or _same_value(sides[0], plain))
     if kind == "≠" and _LETTER.fullmatch(sides[0]):
@@ -3464,6 +3465,7 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
     if len(a) > 2 or gaps[0] in (0, gaps[1]) or others[0] in (0, others[1]):  # no letter: 1 = 2, 3 = 5
         return False
     constant = all(_close(gap * others[0], other * gaps[0]) for gap, other in zip(gaps, others))
+    constant &= math.inf not in map(abs, gaps + others)  # which is close to any multiple of itself
     return constant and (kind not in "<≤" or gaps[0] * others[0] > 0)
 
 
@@ -3497,7 +3499,7 @@ def _same_value(a: str, b: str) -> bool:
             return False
     if a == b or a.lower() == b.lower() and re.match(r"(?!.*[\\^_+*/=]).*\b[a-zA-Z]{2}", a):  # words; x is not X
         return True
-    if re.fullmatch("[A-Z ]{2,}", a) and re.fullmatch("[A-Z ]{2,}", b):  # capitals are no product: ABC is not CAB
+    if all(re.fullmatch(r"[A-Z ]{2,}|\(?[ivx]{2,}\)?", side) for side in (a, b)):  # no products: ABC, CAB; iv, vi
         return False
     (values, errors), (others, other_errors) = _values(a), _values(b)
     constant = len({*values}) == len({*others}) == 1  # no letter counts
@@ -3541,7 +3543,7 @@ def _bits(value) -> int:
 def _power(base, exponent):
     if _bits(exponent) and _bits(base) * abs(exponent) > MOST_BITS:
         raise ValueError
-    # The real root: (-8)^{1/3} and \sqrt[3]{-8} are -2. (A letter, as in (-1)^n, is a fraction of denominator 97.)
+    # The real root: (-8)^{1/3} and \sqrt[3]{-8} are -2. (A letter, as in (-1)^n, has a denominator of 97 or more.)
     if not isinstance(base, complex) and _bits(exponent) and base < 0 and exponent.denominator in range(3, 97, 2):
         return (-1) ** exponent.numerator * (-base) ** exponent
     return base ** exponent
@@ -3561,10 +3563,14 @@ _FUNCTIONS = {name: getattr(cmath, name) for name in "sin cos tan sinh cosh tanh
     "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan, "ln": cmath.log, "log": cmath.log10,
     "sec": lambda x: 1 / cmath.cos(x), "csc": lambda x: 1 / cmath.sin(x), "cot": lambda x: 1 / cmath.tan(x)}
 _KNOWN = {*_FUNCTIONS, *_CONSTANTS, *_OF_TWO, "sqrt"}
+# no letters: what stands on their two sides may not change places
+_SIGNS = set(r"\to \rightarrow \Rightarrow \implies \setminus \backslash \subset \subseteq \supset \supseteq \circ"
+             r" \bmod \neg \lnot".split())
 _INDEX = r"_(?:\w|\\[a-z]+|\{[^{}]*\})"
 _TOKEN = re.compile(rf"""
     \d+ (?:\.\d*)? (?: [eE][+-]?\d{{1,2}}(?!\d) )? | \.\d+      # 12, 1.5, 1.5e3, .5
     | [a-zA-Z]{_INDEX}                                          # x_1, v_{{max}}
+    | \\(?:overline|hat|vec|dot)[ ]?(?:\{{[^{{}}]*\}}|\w)         # \overline{{A}}, \vec v
     | \\?(?:{"|".join(sorted(_KNOWN))}) (?![a-zA-Z])             # sin or \sin
     | \\[a-zA-Z]+ (?:{_INDEX})? | [a-zA-Z]{{4,}} | \S            # \theta; a word, which is no formula; else xy is x·y
     """, re.X)
@@ -3643,10 +3649,11 @@ def _value(words: list[str], modulus: int) -> tuple:
             return (_FUNCTIONS[token](complex(value)) / cmath.log10(base)) ** exponent  # log10(10) is 1
         if token in _CONSTANTS:
             return _CONSTANTS[token]
-        if token[0].isalpha() and (len(token) == 1 or token[1] == "_") or token[0] == "\\":
+        if token[0].isalpha() and (len(token) == 1 or token[1] == "_") or token[0] == "\\" and token not in _SIGNS:
             letters.append(token)
             name = re.sub(r"[\\{} ]", "", token).encode()
-            return Fraction(pow(int.from_bytes(name, "big"), 5, modulus) + 1, 97)  # a power, for a + d is not b + c
+            # A power, for a + d is not b + c. One point has small numbers: near 10, e^{10x} + 1 would be e^{10x}.
+            return Fraction(pow(int.from_bytes(name, "big"), 5, modulus) + 1, 997 if modulus == 1019 else 97)
         raise ValueError
 
     value = read(0)
