@@ -3040,10 +3040,10 @@ _PHRASE = re.compile(r"""
     (?: [ ](?: is | are | (?:should|must|would|will)[ ]be )
         (?: [ ](?: simply | just | indeed | actually | only | equal[ ]to | given[ ]by ) )?
         | [ ]equals | \**: | [ ]= )
-    :? \** \s* (?: \}\s* | (?<=\n)[-•][ ]+ )?
+    :? \** \s* (?: \}\s*(?![])}>.]) | (?<=\n)[-•][ ]+ )?
     (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
     # up to the end of the sentence or a reason: "18 dollars because ..."; whole: "$5! = 120$", "5 sq. ft."
-    (.*?) (?= $ | (?: [.!] | \.\$ ) (?: \* | \s* $ | \s+ (?-i: [^a-z\s=<>+*/^)$-] ) )
+    (.*?) (?= $ | (?: (?<!\bRs)[.!] | \.\$ ) (?: \* | \s* $ | \s+ (?-i: [^a-z\s=<>+*/^)$-] ) )
             | ,?[ ] (?: because | since | so | as | which ) [ ] )
     """, re.X | re.I | re.M)
 # The total is:\n$$x = 5$$; or She makes $18 a day.
@@ -3095,7 +3095,7 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
         conclusion = _CONCLUSION.fullmatch(text.rstrip().rpartition("\n")[2][-LONGEST_ANSWER:])
         answer = conclusion and conclusion[1]
     if answer and answer.count("}") > answer.count("{"):  # \text{The answer is 12.}
-        answer = re.sub(r"\.?(?<!\\)\}(?:[.\s$*]|\\[\])])*$", "", answer)
+        answer = re.sub(r"\.?(?<=[^\\ ])\}(?:[.\s$*]|\\[\])])*$", "", answer)
     return _MARKS.sub("", answer or "") or None
 
 
@@ -3127,7 +3127,7 @@ def format_reward(text) -> float:
 _DECIMAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)", re.ASCII)
 # A choice together with what it stands for: (D) 5, D. Vitamin D, C. Both A and B; not (A) B, (A) or B, nor (A) 5, (B) 6
 _OPTION = re.compile(r"""
-    [(\[]? [ ]? ([A-J]) [ ]? [)\].:]+ [ ] (?: (?= (?i: both | neither )\b )
+    [(\[]? [ ]? ([A-J]) [ ]? [)\].:]+ (?: [ ] | (?=[\d\\] | [A-Z]?[a-z]{2}) ) (?: (?= (?i: both | neither )\b )
         | (?! [ ]*, | (?: (?:.*\W)? (?: or\b | and\b | , ) \W* )? [A-J]\W*$ | (?:.*\W)? [A-J][).:\]] ) ) (.+)""", re.X)
 _VERDICT = re.compile(  # Yes, it converges; not "Yes, if n is odd"
     r"(yes|no|true|false)[,.;] (?!.*\b(?:but|or|if|unless|yes|no|true|false)\b).+", re.I)
@@ -3237,8 +3237,8 @@ def _bare(text: str) -> str:
 
 
 _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
-    "": r"\left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \large \Large \LARGE \huge \! \( \) "
-        r"\[ \] \$ $ € £ ₹ ¥ \% % ¢",
+    "": r"\left. \right. \left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \large \Large \LARGE "
+        r"\huge \! \( \) \[ \] \$ $ € £ ₹ ¥ \% % ¢",
     " ": r"\, \: \; \quad \qquad ~ \rm \bf \ ", ",": "; &", "-": "− – — ‑ ‐", "+": "＋", "*": r"\times \cdot × ⋅ · ＊",
     "/": r"\div ÷ ⁄ ／", "^": "**", "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=",
     "<": r"\lt", ">": r"\gt", "=": r"\equiv ≡", "≠": r"\ne \neq !=", "∈": r"\in", "±": r"\pm \mp",
@@ -3248,25 +3248,31 @@ _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency an
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"
               r" \boldsymbol \bm \mathit \mathsf \textsf \texttt \emph \underline",
     "\\ldots ": r"... \dots \cdots", "\\overline": r"\bar", "\\epsilon": r"\varepsilon", "\\phi": r"\varphi",
+    "\\log": r"\lg", "\\vec": r"\overrightarrow",
     "\\emptyset": r"\varnothing ∅", "\\infty ": "∞", "\\sqrt ": "√", "\\pi ": "π", "\\theta ": "θ", "\\alpha ": "α",
     "\\beta ": "β", "\\lambda ": "λ"}
 _SPELLINGS = {typed: ours for ours, ways in _TYPED.items() for typed in ways.split()}
 # whatever may be such a key; x_1!=2, but not 4!=24
-_SYMBOL = (r"\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>]=|(?:(?<!\d)|(?<=[_^]\d)|(?<=\b[a-z]\d))!="
+_SYMBOL = (r"\\(?:left|right)\.|\\[a-zA-Z]+"
+           r"|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>]=|(?:(?<!\d)|(?<=[_^]\d)|(?<=\b[a-z]\d))!="
            r"|[$%~;&]|[^\x00-\x7f]")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?!,?\d|(?<= \d{3})/\d)")
+_ENTRY = r"(?:_\{?\d\}?)? ?= ?([^=,]+)"  # what x or x_1 is
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
     # symbols: x² is x^{2}, x₁ is x_{1}; NFKC makes 1/2 of ½, and up to eighteen characters of others, hence the cut
     (r"([⁻⁰¹²³⁴-⁹]+)", r"^{\1}"), (r"([₀-₉]+)", r"_{\1}"), (r"([¼½¾⅐-⅞])", r" \1"), (r"[º˚]", "°"),
     (r"(?s)^.+", lambda text: unicodedata.normalize("NFKC", text[0])[:LONGEST_ANSWER]),
     (_MARKS, ""),
     (_SYMBOL, lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0])),
+    (r"\\(?:text ?\{ ?)?(arc)?(c?)tg(?![a-z])(?: ?\})? ?",  # \tg x
+     lambda name: rf"\{name[1] or ''}{'cot' if name[2] else 'tan'} "),
     # degrees are left out, but not in \sin 30^\circ
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?|\bdegrees? (?=[CFK])", "°"),
     (r"(?<!arc)((?:sin|cos|tan|cot|sec|csc)(?: ?\^ ?\{?\d\}?)? ?)(\([^()]*\)|\{[^{}]*\}|\d+(?:\.\d+)? ?°)",
      lambda angle: f"{angle[1]}({angle[2]})".replace("°", r"*\pi/180")),
     (r"°", " "),
     *[(r"\\text\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}", r" \1 ")] * 2,  # \mathbf{5\text{ cm}}
+    (r"(?<![a-zA-Z^}_])\{(log|[a-zA-Z](?:_\d)?)\}(?= ?[_=])", r"\1"),  # {x}_{1}, {x_1} = 2
     (r"\{ ?([-+:]) ?\}|(?<=.)\{ ?\}|\\(?:text)?color ?\{\w+\}", r"\1"),
     (r"\s+", " "), (r"^ |[ .]+$", ""), (r"^([A-J]) ?\)$", r"\1"),  # A) is A
     (r"\{([^{}]*)\\(over|choose)(?![a-z])([^{}]*)\}",
@@ -3282,7 +3288,8 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\\frac\{ ?([a-z]{4,}) ?\}\{ ?([a-z]{4,}) ?\}", r"\1/\2"),
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
     (r"(?i)^(?:(?:so|hence|therefore|thus),? (?![a-z']{2,},? .*\d|[ai] \w)|(?:about|approximately"
-     r"|exactly|roughly|given by|option|choice|an?(?= [a-z]{5,}$)) |USD? ?(?=-?\.?\d))", ""),
+     r"|exactly|roughly|given by|option|choice|(?:an?|the)(?= [a-z-]{5,}(?: [a-z]{4,})*$)) "
+     r"|(?:USD?|Rs\.?) ?(?=-?\.?\d))", ""),
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z; but not a clause with the result in it
     (r"(?<=[\w)}\] ])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
     (r"(?<=[\w)}\]]) ?\( ?\w ?∈ ?[NRZ](?: ?[_^] ?\{? ?[*+] ?\}?)? ?\)", ""),
@@ -3290,11 +3297,18 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 base 2
     (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),
     (r"[({]([\dA-F]\w*)[)}] ?(?=_[\d{])| ?\(?\bbase (\d+)\)?", lambda base: base[1] or f"_{base[2]}"),
-    # \begin{cases} x = 1 \\ y = 2 \end{cases} is x = 1, y = 2
-    (r"\\begin\{cases\}((?:(?!\\end\{cases).)*)\\end\{cases\}", lambda system: re.sub(r",? ?\\\\", ",", system[1])),
+    # \begin{cases} x = 1 \\ y = 2 \end{cases} is x = 1, y = 2; of 1 & n = 1 \\ n & n > 1 each row is a pair
+    (r"‹ ?\\begin\{(array|aligned|\w?matrix)\}(?:\{[clr|]*\})?((?:(?!\\end|‹).)*)\\end\{\1\}(?! ?›)",
+     r"\\begin{cases}\2\\end{cases}"),
+    (r"\\begin\{cases\}((?:(?!\\end\{cases).)*)\\end\{cases\}", lambda system: ",".join(
+        re.sub(r"^([^,]*),(?:[ ,]|(?:if|when|for)\b)*(?:\(([^()]*)\)|(.+))$", r"(\1,\2\3)", row.strip(" ,."))
+        for row in re.sub(", ?(?==)", "", system[1]).split("\\\\") if row.strip())),
     # y = 2, x = 1 is x = 1, y = 2; but of m and b, or n and k, either may come first
     (r"^([a-z]) ?= ?([^,=]+), ?([a-z]) ?= ?([^,=]+)$", lambda pair: f"{pair[3]} = {pair[4]}, {pair[1]} = {pair[2]}"
      if ord(pair[1]) - ord(pair[3]) in (1, 2) else pair[0]),
+    # x=1, y=2, x=2, y=1 is (1,2), (2,1)
+    (rf"^([a-z]){_ENTRY}, ?(?!\1)([a-z]){_ENTRY}(?:, ?\1{_ENTRY}, ?\3{_ENTRY})+$",
+     lambda pairs: re.sub(rf"\w{_ENTRY}, ?\w{_ENTRY}", r"(\1,\2)", pairs[0])),
     (r"^\(([a-z]), ?([a-z])\) ?= ?\(([^(),=]+),([^(),=]+)\)$", r"\1 = \3, \2 = \4"),  # (n,k) = (4,3)
     # matrices: \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} is [[1,2],[3,4]]; a factor before one goes to each entry
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["),
@@ -3310,9 +3324,14 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(^|[,∪]) ?(?:\\?[^\W\d]+|\([^()]*\)) ?∈ ?", r"\1"),
     (r"^‹ ?([(\[][^‹›]*[)\]]) ?›$", r"\1"),
     # {x | x > 1}, {x ∈ R : x > 1} and (x > 1) are x > 1
-    (r"^(?:‹ ?\\?\w+ ?(?:∈ ?R ?)?[|:](.*[<>≤≥≠].*)›|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),
+    (r"^[^=<>‹]*= ?(?=‹[^‹›]*[|:][^‹›]*›$)|^[A-Z] ?(?:\\cap|∪) ?[A-Z] ?= ?", ""),  # A = {x | x > 1}
+    (r"^(?:[‹{] ?\\?\w+ ?(?:∈ ?R ?)?[|:] ?(.*[<>≤≥≠].*)[›}]|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),
     # x ≠ 2, x ≠ 3 is R \setminus {2,3}, which is (-\infty,2)∪(2,3)∪(3,\infty)
     (r"^([a-z]) ?≠([^=<>≤≥]*,[^=<>≤≥]*)$", lambda out: f"R\\setminus ‹{re.sub(f' ?{out[1]} ?≠', '', out[2])}›"),
+    # x ≥ -1, x ≠ 0 is [-1,0)∪(0,\infty)
+    (r"^([a-z]) ?([<>≤≥])([^=<>≤≥≠,]+), ?\1 ?≠([^=<>≤≥≠,]+)$", lambda part:
+     f"{'[' if part[2] == '≥' else '('}{part[3]},{part[4]})∪({part[4]},\\infty )" if part[2] in ">≥"
+     else f"(-\\infty ,{part[4]})∪({part[4]},{part[3]}{']' if part[2] == '≤' else ')'}"),
     (r"^(?:R|[Aa]ll real numbers) ?(?:\\setminus|\\backslash|-|except) ?‹([^‹›]*)›$",
      lambda out: "∪".join(f"({a},{b})" for a, b in itertools.pairwise(["-\\infty ", *out[1].split(","), "\\infty "]))),
     (r"^(?:R|(?:[Tt]he set of )?[Aa]ll real numbers)$", r"(-\\infty ,\\infty )"),
@@ -3328,6 +3347,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(\d*)\.(\d*) ?\\(?:overline|dot)\{(\d+)\}",
      lambda d: f"({d[1]}.{d[2]}0+{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
     (r"(?<=\d) ?x ?(?=10\^)|(?<=\d) x (?=\.?\d[^,]*=)", "*"),
+    (r"([_^])\{(\w)\}(?!\w)", r"\1\2"),  # x_{0}^{2} is x_0^2
     # 1,234 is a number, but (1,234) is a pair: only before the first bracket
     (r"^[^(\[‹]*", lambda head: _THOUSANDS.sub(lambda number: number[0].replace(number[1], ""), head[0]))]]
 
@@ -3561,6 +3581,7 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf, "infinity": math.inf, "inf": math.inf}
 _FUNCTIONS = {name: getattr(cmath, name) for name in "sin cos tan sinh cosh tanh exp".split()} | {
     "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan, "ln": cmath.log, "log": cmath.log10,
+    "arccot": lambda x: cmath.pi / 2 - cmath.atan(x),
     "sec": lambda x: 1 / cmath.cos(x), "csc": lambda x: 1 / cmath.sin(x), "cot": lambda x: 1 / cmath.tan(x)}
 _KNOWN = {*_FUNCTIONS, *_CONSTANTS, *_OF_TWO, "sqrt"}
 # no letters: what stands on their two sides may not change places
@@ -3589,6 +3610,7 @@ def _values(text: str) -> tuple[tuple, list[float]]:
     # n2^n, (n-1)2^n, 2^6 3^5, 3!7! and the i2 of e^{i2\pi/3} are products, but x2 is not 2x.
     text = re.sub(r"(?<!\\ln)(?<!\\log)(?<=[a-zA-Z)}]) ?(?=\d+\^)|(?<=\^\d) (?=\d)"
                   r"|(?<=[!i])(?<!\\frac\\pi) ?(?=\d)", "*", text)
+    text = re.sub(r"(?<![a-zA-Z\\])([a-zA-Z])\(0\)", r"\1_0", text)  # I(0) is not 0
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
     values, largest = zip(*(_value(words, modulus) for modulus in (1009, 1013, 1019)))
     return values, [4e-15 * size for size in largest]  # some twenty roundings of the largest

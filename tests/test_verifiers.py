@@ -44,6 +44,7 @@ from common import SYSTEM_PROMPT, extract_answer, format_reward, is_equivalent, 
     ("The answer is 5. I hope this answer is correct.", "5"), ("The answers are 1 and 2.", "1 and 2"),
     ("The correct option is (B).", "(B)"), ("The answer is $5! = 120$.", "$5! = 120$"),
     ("The answer is 18! I hope so", "18"),
+    ("The answer is Rs. 400.", "Rs. 400"), ("So the answer is ] }.", "] }"),
     ("The answer is 5 sq. ft.", "5 sq. ft"), ("#### Step 1\n2+2=4\n\nThe answer is 4.", "4"), ("Answer : 5", "5"),
     ("\\boxed{5}\n\n#### Check:\n2+3=5", "5"), ("\\boxed{5}\n\n#### Key idea\nSymmetry.", "5"),
     ("\\boxed{5}\n\n#### Step 2\nAdding 3 gives 8.", "5"),
@@ -293,6 +294,14 @@ SAME = [
     ("\\prod_{k=1}^{3} k = 6", "6"), ("\\int_0^1 f(x)\\,dx = 2", "2"),
     ("\\lim_{x \\to 0} f(x) = \\frac32", "1.5"), ("\\lfloor 37.5 \\rfloor = 37", "37"),
     ("\\lceil 36.5 \\rceil = 37", "37"), ("10\\text{:}30\\text{ a.m.}", "10:30 AM"),
+    # as NuminaMath and other collections write answers
+    ("\\left\\{\\begin{array}{l}x=3 \\\\ y=-1\\end{array}\\right.", "x=3, y=-1"), ("{a}_{n}=2n+1", "a_n = 2n+1"),
+    ("\\begin{cases}1 & \\text{if } n=1 \\\\ n & n>1\\end{cases}", "\\begin{cases}1, & n=1 \\\\ n, & n>1\\end{cases}"),
+    ("x \\geqslant -1 \\text{ and } x \\neq 0", "[-1,0)\\cup(0,\\infty)"), ("x<2, x \\ne 1", "(-\\infty,1)\\cup(1,2)"),
+    ("\\operatorname{arctg} x", "\\arctan x"), ("\\lg 100", "2"), ("\\overrightarrow{AB}", "\\vec{AB}"),
+    ("\\text{Rs. } 400", "400"), ("D)1/2", "D"), ("(E)None of these", "E"), ("A \\cap B = \\{x | 1<x<2\\}", "(1,2)"),
+    ("\\text{the third quadrant}", "third quadrant"), ("x_1=2, y_1=3; x_2=3, y_2=2", "(2,3), (3,2)"),
+    ("\\exists x_{0} > 1", "\\exists x_0 > 1"),
     ("\\sqrt5(y-n)^2", "\\sqrt5y^2-2\\sqrt5yn+\\sqrt5n^2")]  # y and n stand for close numbers: the terms nearly cancel
 
 
@@ -388,6 +397,9 @@ def test_the_same_answer_written_another_way(a, b):
     ("A \\setminus B", "B \\setminus A"), ("p \\implies q", "q \\implies p"), ("f \\circ g", "g \\circ f"),
     ("(iv)", "(vi)"), ("\\overline{A} \\cap B", "A \\cap \\overline{B}"), ("e^{10x}+1", "e^{10x}"),
     ("\\tanh(10x)", "1"), ("\\infty(a-5) = 0", "y = x"), ("57+68 > x = 5", "125"),
+    ("I(0)e^{-t}", "I(0)e^{t}"), ("f(0)+x", "x"), ("x \\ge -1, x \\ne 0", "(-1,0)\\cup(0,\\infty)"),
+    ("\\begin{cases}x & x\\ge0 \\\\ -x & x<0\\end{cases}", "\\begin{cases}-x & x\\ge0 \\\\ x & x<0\\end{cases}"),
+    ("x=2, y=1 \\text{ or } x=1, y=2", "x=2, y=2 \\text{ or } x=1, y=1"),
     ("\\sum a_k + 5 = 37", "37"), ("2 \\sum a_k = 37", "37"), ("\\lfloor 37.5 \\rfloor + 1 = 37", "37"),
     ("(2n)!+1", "(2n)!-1"), ("2^{n^2}+n", "2^{n^2}-n"), ("10^{2n}-1", "10^{2n}+1"),
     ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # long units are compared in linear time
