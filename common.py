@@ -3127,7 +3127,7 @@ def format_reward(text) -> float:
 _DECIMAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)", re.ASCII)
 # A choice together with what it stands for: (D) 5, D. Vitamin D, C. Both A and B; not (A) B, (A) or B, nor (A) 5, (B) 6
 _OPTION = re.compile(r"""
-    [(\[]? [ ]? ([A-J]) [ ]? [)\].:]+ (?: [ ] | (?=[\d\\] | [A-Z]?[a-z]{2}) ) (?: (?= (?i: both | neither )\b )
+    [(\[]? [ ]? ([A-J]) [ ]? [)\].:]+ (?: [ ] | (?=[\d\\] | (?<=\)) [A-Z]?[a-z]{2}) ) (?: (?= (?i: both | neither )\b )
         | (?! [ ]*, | (?: (?:.*\W)? (?: or\b | and\b | , ) \W* )? [A-J]\W*$ | (?:.*\W)? [A-J][).:\]] ) ) (.+)""", re.X)
 _VERDICT = re.compile(  # Yes, it converges; not "Yes, if n is odd"
     r"(yes|no|true|false)[,.;] (?!.*\b(?:but|or|if|unless|yes|no|true|false)\b).+", re.I)
@@ -3183,7 +3183,7 @@ def is_equivalent(prediction, answer) -> bool:
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
-_ARITHMETIC = re.compile(r"[\d)}\]][.|]?(?:[-+]|\*(?!\{?10\}?[\^⁻⁰¹²³⁴-⁹]))[-+]*[\d({[|.\\}]"  # not 2*10^6
+_ARITHMETIC = re.compile(r"[\d)}\]⁰¹²³⁴-⁹][.|]?(?:[-+]|\*(?!\{?10\}?[\^⁻⁰¹²³⁴-⁹]))[-+]*[\d({[|.\\}]"  # not 2*10^6
                          r"|(?<![a-z_])[\d).][({[|]+[-+\d.]|[\d)]!|\\binom|\\choose|C\(\d+,\d")  # 7(8), not \frac1{2}
 _FORMULA = re.compile(r"[\w)}][-+*/^][-.\w({\\]|\\[a-z]")  # 1/2, x+1, x^-1, \sqrt2; `_bare` leaves out spaces and \text
 _QUOTIENT = re.compile(r"\d[)}]*/[-({]*[\d.]|\\frac[-({]*[\d.]")  # 144/12
@@ -3232,8 +3232,9 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
 def _bare(text: str) -> str:
     """"$57\\,+\\,68^\\circ$" -> "57+68": each symbol in one spelling, and no spaces."""
     text = re.sub(_SYMBOL, lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0]), text[-LONGEST_COMPLETION:])
-    text = re.sub("[^\x00-\x7f⁻⁰¹²³⁴-⁹]", lambda wide: unicodedata.normalize("NFKC", wide[0]), text)  # such as （
-    return re.sub(r"\\text|\^\{?\\circ\}?|\\degrees?|°", "", re.sub(r"\s", "", text))
+    text = re.sub("[^\x00-\x7f⁻⁰¹²³⁴-⁹º˚]+", lambda wide: unicodedata.normalize("NFKC", wide[0]), text)  # such as （
+    text = re.sub(r"\s", "", text)
+    return re.sub(r"\\text|\^\{?\\circ\}?|\\degrees?|[°º˚]|(?<=\d)(?:st|nd|rd|th)(?![a-z])", "", text)
 
 
 _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
@@ -3289,7 +3290,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
     (r"(?i)^(?:(?:so|hence|therefore|thus),? (?![a-z']{2,},? .*\d|[ai] \w)|(?:about|approximately"
      r"|exactly|roughly|given by|option|choice|(?:an?|the)(?= [a-z-]{5,}(?: [a-z]{4,})*$)) "
-     r"|(?:USD?|Rs\.?) ?(?=-?\.?\d))", ""),
+     r"|(?:USD?|Rs(?: ?\.(?= )|\.)?) ?(?=-?\.?\d))", ""),
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z; but not a clause with the result in it
     (r"(?<=[\w)}\] ])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
     (r"(?<=[\w)}\]]) ?\( ?\w ?∈ ?[NRZ](?: ?[_^] ?\{? ?[*+] ?\}?)? ?\)", ""),
@@ -3298,10 +3299,10 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),
     (r"[({]([\dA-F]\w*)[)}] ?(?=_[\d{])| ?\(?\bbase (\d+)\)?", lambda base: base[1] or f"_{base[2]}"),
     # \begin{cases} x = 1 \\ y = 2 \end{cases} is x = 1, y = 2; of 1 & n = 1 \\ n & n > 1 each row is a pair
-    (r"‹ ?\\begin\{(array|aligned|\w?matrix)\}(?:\{[clr|]*\})?((?:(?!\\end|‹).)*)\\end\{\1\}(?! ?›)",
+    (r"‹ ?\\begin\{(array|aligned|\w?matrix)\}(?:\{[clr|]*\})?((?:(?!\\end|‹).)*)\\end\{\1\}(?![^‹]*›)",
      r"\\begin{cases}\2\\end{cases}"),
     (r"\\begin\{cases\}((?:(?!\\end\{cases).)*)\\end\{cases\}", lambda system: ",".join(
-        re.sub(r"^([^,]*),(?:[ ,]|(?:if|when|for)\b)*(?:\(([^()]*)\)|(.+))$", r"(\1,\2\3)", row.strip(" ,."))
+        re.sub(r"^([^,=]*),(?:[ ,]|(?:if|when|for)\b)*(?:\(([^()]*)\)|(.+))$", r"(\1,\2\3)", row.strip(" ,."))
         for row in re.sub(", ?(?==)", "", system[1]).split("\\\\") if row.strip())),
     # y = 2, x = 1 is x = 1, y = 2; but of m and b, or n and k, either may come first
     (r"^([a-z]) ?= ?([^,=]+), ?([a-z]) ?= ?([^,=]+)$", lambda pair: f"{pair[3]} = {pair[4]}, {pair[1]} = {pair[2]}"
@@ -3309,7 +3310,9 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     # x=1, y=2, x=2, y=1 is (1,2), (2,1)
     (rf"^([a-z]){_ENTRY}, ?(?!\1)([a-z]){_ENTRY}(?:, ?\1{_ENTRY}, ?\3{_ENTRY})+$",
      lambda pairs: re.sub(rf"\w{_ENTRY}, ?\w{_ENTRY}", r"(\1,\2)", pairs[0])),
-    (r"^\(([a-z]), ?([a-z])\) ?= ?\(([^(),=]+),([^(),=]+)\)$", r"\1 = \3, \2 = \4"),  # (n,k) = (4,3)
+    # (n,k) = (4,3) is n = 4, k = 3
+    (r"^\(([a-z]), ?([a-z])\) ?= ?\(([^(),=]+),([^(),=]+)\)$", lambda pair: pair[0]
+     if ord(pair[2]) - ord(pair[1]) in (1, 2) else f"{pair[1]} = {pair[3]}, {pair[2]} = {pair[4]}"),
     # matrices: \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} is [[1,2],[3,4]]; a factor before one goes to each entry
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["),
     (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),
@@ -3324,10 +3327,11 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(^|[,∪]) ?(?:\\?[^\W\d]+|\([^()]*\)) ?∈ ?", r"\1"),
     (r"^‹ ?([(\[][^‹›]*[)\]]) ?›$", r"\1"),
     # {x | x > 1}, {x ∈ R : x > 1} and (x > 1) are x > 1
-    (r"^[^=<>‹]*= ?(?=‹[^‹›]*[|:][^‹›]*›$)|^[A-Z] ?(?:\\cap|∪) ?[A-Z] ?= ?", ""),  # A = {x | x > 1}
+    (r"^[^=<>‹]*= ?(?=‹[^‹›]*[|:][^‹›]*›$)|^[A-Z] ?∪ ?[A-Z] ?= ?(?=[^=]*$)", ""),  # A = {x | x > 1}
     (r"^(?:[‹{] ?\\?\w+ ?(?:∈ ?R ?)?[|:] ?(.*[<>≤≥≠].*)[›}]|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),
     # x ≠ 2, x ≠ 3 is R \setminus {2,3}, which is (-\infty,2)∪(2,3)∪(3,\infty)
     (r"^([a-z]) ?≠([^=<>≤≥]*,[^=<>≤≥]*)$", lambda out: f"R\\setminus ‹{re.sub(f' ?{out[1]} ?≠', '', out[2])}›"),
+    (r"^(([a-z]) ?≠[^=<>≤≥≠,]+), ?(\2 ?[<>≤≥][^=<>≤≥≠,]+)$", r"\3, \1"),
     # x ≥ -1, x ≠ 0 is [-1,0)∪(0,\infty)
     (r"^([a-z]) ?([<>≤≥])([^=<>≤≥≠,]+), ?\1 ?≠([^=<>≤≥≠,]+)$", lambda part:
      f"{'[' if part[2] == '≥' else '('}{part[3]},{part[4]})∪({part[4]},\\infty )" if part[2] in ">≥"
@@ -3448,7 +3452,7 @@ def _is_name(side: str) -> bool:
     """Whether one side of an equation only names its value. In x, x_1, f(-2), f(g(3)) and x_1 + x_2, all digits belong
     to an index or to the argument of a function, in 5 \\star 1 to an operation that the question defines. A sum, an
     integral or a limit is one too."""
-    if re.match(r"\\(?:sum|prod|int|lim)(?![a-z])|\\l(?:floor|ceil)[^\\]*\\r\w+ ?$", side):
+    if re.match(r"\\(?:sum|prod|int|lim)|\\l(?:floor|ceil)[^\\]*\\r\w+ ?$", side):
         return len(_split(side, "+-")) == 1
     rest = re.sub(r"(?<!log)_\{?[\d/,]+\}?|\^\{-1\}(?=\()"
                   r"|\d+ ?(?:[@#]|\\(?:\#|star|ast|o(?:plus|times|dot)|diamond|bowtie|nabla|\w+suit)) ?\d+"
@@ -3520,7 +3524,7 @@ def _same_value(a: str, b: str) -> bool:
     if a == b or a.lower() == b.lower() and re.match(r"(?!.*[\\^_+*/=]).*\b[a-zA-Z]{2}", a):  # words; x is not X
         return True
     if all(re.fullmatch(r"[A-Z ]{2,}|\(?[ivx]{2,}\)?", side) for side in (a, b)):  # no products: ABC, CAB; iv, vi
-        return False
+        return a.strip("()") == b.strip("()")
     (values, errors), (others, other_errors) = _values(a), _values(b)
     constant = len({*values}) == len({*others}) == 1  # no letter counts
     return all(_close(x, y, max(near), constant) for x, y, *near in zip(values, others, errors, other_errors))
@@ -3563,7 +3567,7 @@ def _bits(value) -> int:
 def _power(base, exponent):
     if _bits(exponent) and _bits(base) * abs(exponent) > MOST_BITS:
         raise ValueError
-    # The real root: (-8)^{1/3} and \sqrt[3]{-8} are -2. (A letter, as in (-1)^n, has a denominator of 97 or more.)
+    # The real root: (-8)^{1/3} and \sqrt[3]{-8} are -2. (A letter, as in (-1)^n, is a fraction of denominator 97.)
     if not isinstance(base, complex) and _bits(exponent) and base < 0 and exponent.denominator in range(3, 97, 2):
         return (-1) ** exponent.numerator * (-base) ** exponent
     return base ** exponent
@@ -3591,7 +3595,7 @@ _INDEX = r"_(?:\w|\\[a-z]+|\{[^{}]*\})"
 _TOKEN = re.compile(rf"""
     \d+ (?:\.\d*)? (?: [eE][+-]?\d{{1,2}}(?!\d) )? | \.\d+      # 12, 1.5, 1.5e3, .5
     | [a-zA-Z]{_INDEX}                                          # x_1, v_{{max}}
-    | \\(?:overline|hat|vec|dot)[ ]?(?:\{{[^{{}}]*\}}|\w)         # \overline{{A}}, \vec v
+    | \\(?:overline|hat|vec|dot)[ ]?(?:\{{[^{{}}]*\}}|\w) (?:{_INDEX})?        # \overline{{A}}, \vec v
     | \\?(?:{"|".join(sorted(_KNOWN))}) (?![a-zA-Z])             # sin or \sin
     | \\[a-zA-Z]+ (?:{_INDEX})? | [a-zA-Z]{{4,}} | \S            # \theta; a word, which is no formula; else xy is x·y
     """, re.X)
@@ -3674,8 +3678,7 @@ def _value(words: list[str], modulus: int) -> tuple:
         if token[0].isalpha() and (len(token) == 1 or token[1] == "_") or token[0] == "\\" and token not in _SIGNS:
             letters.append(token)
             name = re.sub(r"[\\{} ]", "", token).encode()
-            # A power, for a + d is not b + c. One point has small numbers: near 10, e^{10x} + 1 would be e^{10x}.
-            return Fraction(pow(int.from_bytes(name, "big"), 5, modulus) + 1, 997 if modulus == 1019 else 97)
+            return Fraction(pow(int.from_bytes(name, "big"), 5, modulus) + 1, 97)  # a power, for a + d is not b + c
         raise ValueError
 
     value = read(0)
