@@ -1133,7 +1133,8 @@ def test_an_error_of_all_processes_is_told_by_the_first(rank, error, waits, monk
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setattr(signal, "signal", lambda *call: calls.append(call))
-    monkeypatch.setattr(time, "sleep", calls.append)
+    sleep = time.sleep  # other threads may call it, too
+    monkeypatch.setattr(time, "sleep", lambda seconds: calls.append(seconds) if seconds == 15 else sleep(seconds))
     with pytest.raises(SystemExit):
         common.launch(main, common.RunConfig)
     assert calls == [(signal.SIGTERM, signal.SIG_DFL), 15] * waits
