@@ -3331,8 +3331,8 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"^(?:[‹{] ?\\?\w+ ?(?:∈ ?R ?)?[|:] ?(.*[<>≤≥≠].*)[›}]|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),
     # x ≠ 2, x ≠ 3 is R \setminus {2,3}, which is (-\infty,2)∪(2,3)∪(3,\infty)
     (r"^([a-z]) ?≠([^=<>≤≥]*,[^=<>≤≥]*)$", lambda out: f"R\\setminus ‹{re.sub(f' ?{out[1]} ?≠', '', out[2])}›"),
+    # x ≠ 0, x ≥ -1 is x ≥ -1, x ≠ 0, which is [-1,0)∪(0,\infty)
     (r"^(([a-z]) ?≠[^=<>≤≥≠,]+), ?(\2 ?[<>≤≥][^=<>≤≥≠,]+)$", r"\3, \1"),
-    # x ≥ -1, x ≠ 0 is [-1,0)∪(0,\infty)
     (r"^([a-z]) ?([<>≤≥])([^=<>≤≥≠,]+), ?\1 ?≠([^=<>≤≥≠,]+)$", lambda part:
      f"{'[' if part[2] == '≥' else '('}{part[3]},{part[4]})∪({part[4]},\\infty )" if part[2] in ">≥"
      else f"(-\\infty ,{part[4]})∪({part[4]},{part[3]}{']' if part[2] == '≤' else ')'}"),
@@ -3451,7 +3451,7 @@ def _parts(text: str) -> tuple[str, list[str]]:
 def _is_name(side: str) -> bool:
     """Whether one side of an equation only names its value. In x, x_1, f(-2), f(g(3)) and x_1 + x_2, all digits belong
     to an index or to the argument of a function, in 5 \\star 1 to an operation that the question defines. A sum, an
-    integral or a limit is one too."""
+    integral, a limit or a floor by itself names its value, too."""
     if re.match(r"\\(?:sum|prod|int|lim)|\\l(?:floor|ceil)[^\\]*\\r\w+ ?$", side):
         return len(_split(side, "+-")) == 1
     rest = re.sub(r"(?<!log)_\{?[\d/,]+\}?|\^\{-1\}(?=\()"
@@ -3462,7 +3462,7 @@ def _is_name(side: str) -> bool:
 
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, but x^2 = 5 does not; x ≥ 5 agrees with [5, \\infty)."""
-    if set(kind) == {"="}:
+    if set(kind) == {"="}:  # not 57+68 > x = 5
         is_name = _is_name(sides[0]) or sides[-1].startswith("[[")  # A^{-1} before a matrix
         return _same(sides[-1], plain, depth) and (is_name or _same_value(sides[0], plain))
     if kind == "≠" and _LETTER.fullmatch(sides[0]):
