@@ -3146,7 +3146,7 @@ _WORKED = re.compile(r"(?!.*\b(?:not|never)\b)[A-Z].*[a-z]{2}(?:[,:]? |=)([-(]?\
 _TAIL = r"[ ]?(?!(?:and|or|pi|squared|cubed|half|dozen|[a-z]*(?:hundred|thousand|illion))\b)[a-zA-Z%'’][^\d=]*$"
 # He pays 9 eggs x $2/egg = $18 a day: the number at its end, if no letter stands for a number
 _ENDING = re.compile(r"""
-    (?! .* (?: \b(?:not|never)\b | n't\b | [\\^≠<>]
+    (?! .* (?: \b(?:not|never)\b | n't\b | [\\^≠<>] | [a-z] ?=[^=]*\d,[ ][a-z]+[ ]?=
              | (?<![a-zA-Z'’]) (?: [b-wyzB-HJ-WYZ] | [xX](?![ ]?[\d(.]) ) (?![a-zA-Z'’]) ) )
     [A-Z] (?= .*[a-z]{2} ) .* (?: [\d)] | [a-z]{3} ) [ ]?=[ ]? ( -?\d[\d.]*(?:/\d+)? ) (?: %s )?
     """ % _TAIL, re.X)
@@ -3166,37 +3166,39 @@ def is_equivalent(prediction, answer) -> bool:
     if _DECIMAL.fullmatch(a) and _DECIMAL.fullmatch(b):  # most pairs: a tenth of the time
         return Fraction(a) == Fraction(b)
     a, b = _clean(a), _clean(b)
-    if _same(a, b):
-        return True
-    for side, other in ((a, b), (b, a)):
-        if option := _OPTION.fullmatch(side):  # (D) 5 agrees with D and with 5
-            return option[1] == other.strip("()[]. ") or _same(_clean(option[2]), other)
-        if (verdict := _VERDICT.fullmatch(side)) and verdict[1].lower() == other.lower():
-            return True
-        if _SENTENCE.fullmatch(side) and len(numbers := _NUMBER.findall(side)) == 1:  # a sentence, with its only number
-            return _same(numbers[0], other)
-        if worked := _WORKED.fullmatch(side):
-            return _same(worked[1].strip(), other) or _same(re.sub(rf"(?<=\d){_TAIL}", "", worked[1]), other)
-        if conclusion := _ENDING.fullmatch(side) or _STATEMENT.fullmatch(side):
-            return _same(conclusion[1].strip(), other)
-    return False
+    return _same(a, b) or any(_same(x, b) for x in _readings(a)) or any(_same(a, x) for x in _readings(b))
+
+
+def _readings(text: str) -> list[str]:
+    """What an answer says besides itself: "(D) 5" is D or 5, "The area is 20" is 20, "So, 36 - 15 = 21" ends in 21."""
+    if option := _OPTION.fullmatch(text):
+        return [option[1], _clean(option[2])]
+    said = [verdict[1]] if (verdict := _VERDICT.fullmatch(text)) else []
+    if _SENTENCE.fullmatch(text) and len(numbers := _NUMBER.findall(text)) == 1:  # a sentence, with its only number
+        said += numbers
+    elif worked := _WORKED.fullmatch(text):
+        said += [worked[1].strip(), re.sub(rf"(?<=\d){_TAIL}", "", worked[1])]
+    elif conclusion := _ENDING.fullmatch(text) or _STATEMENT.fullmatch(text):
+        said.append(conclusion[1].strip())
+    return said
 
 
 _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
-_ARITHMETIC = re.compile(r"[\d)}\]⁰¹²³⁴-⁹][.|]?(?:[-+]|\*(?!\{?10\}?[\^⁻⁰¹²³⁴-⁹]))[-+]*[\d({[|.\\}]"  # not 2*10^6
-                         r"|(?<![a-z_])[\d).][({[|]+[-+\d.]|[\d)]!|\\binom|\\choose|C\(\d+,\d")  # 7(8), not \frac1{2}
 _FORMULA = re.compile(r"[\w)}][-+*/^][-.\w({\\]|\\[a-z]")  # 1/2, x+1, x^-1, \sqrt2; `_bare` leaves out spaces and \text
-_QUOTIENT = re.compile(r"\d[)}]*/[-({]*[\d.]|\\frac[-({]*[\d.]")  # 144/12
 _FRACTION = re.compile(r"\\frac(?:\{(\w+)\}|(\w))(?:\{(\w+)\}|(\w))")  # \frac{1}{2}, \frac12
+_PLAIN = re.compile(r"""  # a number as `_clean` leaves it, with nothing left to work out but a power
+    [-+({\[]* (?: \\?inf(?:ty)?
+    | (?: \d*\. )? \d+ \.? (?: [eE][+-]?\d+ )? (?: \*\{?10\}? (?=\^) )? (?: \}?\^[({]*-?\d+ | :00 )?  # 5, 2^5, 3*10^6
+    | (?P<fraction> (?: [\d.]+∔ )? (?: \\frac\{-?\d+\}\{-?\d+ | \d+\)?/\(?-?\d+ ) )                # 1/2, (2∔1/2)
+    ) [)}\]]*""", re.X)
 
 
 def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     """Whether an answer that `is_equivalent` to the gold one is more than the question again, as 57+68 is for "57+68=?"
     and (x+1)^2 for "Expand (x+1)^2". A policy that may repeat the question learns nothing else.
 
-    Where the gold answer is a plain number, the answer has no sum, product, factorial or binomial to work out, and
-    where it is a whole one, no quotient; and a formula that the prompt contains is no answer, unless the gold one is
-    the same formula.
+    Where the gold answer consists of plain numbers, so does the answer, and of whole ones where the gold one does. And
+    a formula that the prompt contains is no answer, unless the gold one is the same formula.
     """
     def plain(text):  # x^{2} is x^2, \frac{1}{2} is 1/2, and \sin(x) is \sin x
         text = re.sub("[{}]", "", _FRACTION.sub(r"\1\2/\3\4", _bare(text))).rstrip(".")
@@ -3211,22 +3213,36 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
         return _FORMULA.search(formula) and re.search(
             rf"(?<![\d.])(?:{re.escape(formula)}(?!\d)|{without_unit}(?![\da-zA-Z]))", question)
     answer, gold = (extract_answer(side) or side for side in (answer, gold))  # as `is_equivalent` reads them
-    answer, gold = answer[:LONGEST_ANSWER], _clean(gold)
-    statement = _STATEMENT.fullmatch(_clean(answer))  # The sum of 57+68 is 125
-    concluded = statement[1] if statement else re.sub(r"^[a-zA-Z]+,? (?=\d)", "", answer)  # So 5(25)
-    value, bare, asked = _clean(concluded), _bare(concluded), _bare(prompt)
+    value, gold = _clean(answer[:LONGEST_ANSWER]), _clean(gold)
+    statement = _STATEMENT.fullmatch(value)  # The sum of 57+68 is 125
+    concluded = statement[1] if statement else answer[:LONGEST_ANSWER]
+    texts = (re.sub(r"(?<=\d)[a-zA-Z]+$", "", plain(text)) for text in (_clean(concluded), gold))  # 1/2 hour is 1/2
+    short, long = sorted(texts, key=len)
+    if short == long or long.endswith("=" + short) and _is_name(long[:-len(short) - 1]):  # y = x+1 is x+1
+        return True
+    bare, asked = _bare(concluded), _bare(prompt)
     if re.match(r"[{(*]*[A-J][).:]", bare) and re.sub("[{}*]", "", bare) in re.sub("[{}*]", "", asked):
         return True  # (B) 3/4, one of the choices in the prompt
-    if _DECIMAL.fullmatch(number := _split_unit(gold)[0]):
-        whole, sides = Fraction(number).denominator == 1, zip(compared(bare), compared(value.replace(" ", "")))
-        if all(_ARITHMETIC.search(typed) or whole and _QUOTIENT.search(side) for typed, side in sides):
-            return False  # but of 57+68=125, the second is worked out
+    whole = not re.search(r"frac|/[(-]*\d|\.\d*[1-9]", gold)
+    numbers = re.search(r"\d", gold) and "[[" not in gold and _is_plain(gold, whole)
+    numbers = numbers and all(map(_is_name, re.findall("(?:^|,)([^=,]+)=", gold)))  # x = 1, y = 2; not 2x - y = 3
+    if numbers and not any(_is_plain(said, whole) and _same(said, gold) for said in (value, *_readings(value))):
+        return False
     formula, question = plain(concluded), plain(prompt)
-    if not copied(formula) and ("=" in gold or not all(map(copied, compared(formula)))):
-        return True
-    texts = (re.sub(r"(?<=\d)[a-zA-Z]+$", "", plain(text)) for text in (value, gold))  # 1/2 hour is 1/2
-    short, long = sorted(texts, key=len)
-    return short == long or long.endswith("=" + short) and _is_name(long[:-len(short) - 1])  # y = x+1 is x+1
+    return not copied(formula) and ("=" in gold or not all(map(copied, compared(formula))))
+
+
+def _is_plain(text: str, whole: bool) -> bool:
+    """Whether every part of a cleaned answer is a number, or ends in one: 57+68 = 125. whole: without a fraction."""
+    if not text:
+        return False
+    kind, parts = _parts(text)
+    if set(kind) == {"="}:
+        return _is_plain(parts[-1], whole) or _is_plain(parts[0], whole) and _same(parts[0], parts[-1])
+    if kind or len(parts) > 1:
+        return all(_LETTER.fullmatch(part) or _is_plain(part, whole) for part in parts)
+    number = _PLAIN.fullmatch(_SPACES.sub("", _split_unit(text)[0]))
+    return bool(number) and not (whole and number["fraction"])
 
 
 def _bare(text: str) -> str:
@@ -3344,12 +3360,12 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\|([^|]+)\|", r"(\\abs (\1))"),
     (r"(?<=[a-zA-Z])(\^(?:\w|\{[^{}]*\}))(_(?:\w|\{[^{}]*\}))", r"\2\1"),  # v^2_0 is v_0^2
     (r"\\(frac|binom|log_|overline) ?(\w)", r"\\\1{\2}"), (r"(\\(?:frac|binom)\{[^{}]*\}) ?(\w)", r"\1{\2}"),
-    # 2 1/2 and 2\frac{1}{2} are (2+1/2), 0.1\overline{6} is (0.10+6/90), 1.5 x 10^3 is 1.5*10^3
+    # 2 1/2 and 2\frac{1}{2} are (2∔1/2), 0.1\overline{6} is (0.10∔6/90), 1.5 x 10^3 is 1.5*10^3
     # and 4 x 10 = 40 is 4*10 = 40; but 3 x 4 inches is a size
-    (r"(?<![\w.^)}])(\d+)(?: (\d+/\d+)| ?(\\frac\{\d+\}\{\d+\}))", r"(\1+\2\3)"),
+    (r"(?<![\w.^)}])(\d+)(?: (\d+/\d+)| ?(\\frac\{\d+\}\{\d+\}))", r"(\1∔\2\3)"),
     (r"(?<=\d)\.\((\d+)\)", r".\\overline{\1}"),  # 0.(3)
     (r"(\d*)\.(\d*) ?\\(?:overline|dot)\{(\d+)\}",
-     lambda d: f"({d[1]}.{d[2]}0+{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
+     lambda d: f"({d[1]}.{d[2]}0∔{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
     (r"(?<=\d) ?x ?(?=10\^)|(?<=\d) x (?=\.?\d[^,]*=)", "*"),
     (r"([_^])\{(\w)\}(?!\w)", r"\1\2"),  # x_{0}^{2} is x_0^2
     # 1,234 is a number, but (1,234) is a pair: only before the first bracket
@@ -3579,8 +3595,8 @@ def _factorial(n):
 
 _OF_TWO = {"frac": operator.truediv, "binom": lambda n, k: _factorial(n) / _factorial(k) / _factorial(n - k)}
 _OPERATORS = {  # how strongly it binds, what it does
-    "+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul), "·": (2, operator.mul),
-    "/": (2, operator.truediv), "^": (3, _power), "!": (4, _factorial)}
+    "+": (1, operator.add), "∔": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul),
+    "·": (2, operator.mul), "/": (2, operator.truediv), "^": (3, _power), "!": (4, _factorial)}
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf, "infinity": math.inf, "inf": math.inf}
 _FUNCTIONS = {name: getattr(cmath, name) for name in "sin cos tan sinh cosh tanh exp".split()} | {

@@ -398,6 +398,7 @@ def test_the_same_answer_written_another_way(a, b):
     ("x_1=3, x_2=2", "x_1=2, x_2=3"), ("x=-2, x=3", "[-2,3]"), ("x=2 \\text{ or } x=3", "(2,3)"),
     ("\\frac{Mv}{M+m}", "\\frac{mv}{M+m}"), ("\\frac{mgR}{r}", "\\frac{mgr}{R}"), ("2\\pi Rh", "2\\pi rh"),
     ("m=3, b=2", "(2,3)"), ("d=4, a=1", "(a,d) = (4,1)"), ("5/36 (about 0.139)", "0.139"), ("\\sum a_k = 37", "38"),
+    ("3", "\\text{Minimum: } 1, \\text{ maximum: } 3"),
     ("A \\setminus B", "B \\setminus A"), ("p \\implies q", "q \\implies p"), ("f \\circ g", "g \\circ f"),
     ("(iv)", "(vi)"), ("\\overline{A} \\cap B", "A \\cap \\overline{B}"),
     ("\\infty(a-5) = 0", "y = x"), ("57+68 > x = 5", "125"),
@@ -462,7 +463,7 @@ def test_no_text_raises_or_takes_long(text):
     ("$57$ + $68$", "125", "", False), ("57\\,+\\,68", "125", "", False), ("57--68", "125", "", False),
     ("|57|+|68|", "125", "", False), ("7(8)", "56", "", False), ("7\\left(8\\right)", "56", "", False),
     ("{5 \\choose 2}", "10", "", False), ("(5)!", "120", "", False), ("1.5 \\times {10}^{3}", "1500", "", True),
-    ("\\frac1{2}", "0.5", "", True), ("3 × 10⁸", "300000000", "", True), ("|-3|", "3", "", True),
+    ("\\frac1{2}", "0.5", "", True), ("3 × 10⁸", "300000000", "", True), ("|-3|", "3", "What is $|-3|$?", False),
     ("D. -3", "-3", "", True), ("(B) 3/4", "B", "$\\textbf{(A)}\\ 1/2\\qquad\\textbf{(B)}\\ 3/4$", True),
     ("(B) \\frac34", "B", "$\\textbf{(A)}\\ \\frac12\\qquad\\textbf{(B)}\\ \\frac34$", True),
     ("\\(\\sqrt{50}\\)", "5\\sqrt2", "Simplify $\\sqrt{50}$.", False),
@@ -512,7 +513,23 @@ def test_no_text_raises_or_takes_long(text):
     ("（57）+（68）", "125", "57+68=?", False), ("57\\degree+68^ \\circ", "125", "57+68=?", False),
     ("\\sum x^2 = 57+68", "125", "57+68=?", False), ("57¹+68", "125", "57+68=?", False),
     ("57º+68˚", "125", "57+68=?", False), ("57th+68th", "125", "57+68=?", False), ("57+68", "125 cm", "", False),
-    ("10^3-10^2", "900", "", False), ("57+68", "125 \\text{ cm}", "57+68=?", False), ("125 cm", "125", "", True)])
+    ("10^3-10^2", "900", "", False), ("57+68", "125 \\text{ cm}", "57+68=?", False), ("125 cm", "125", "", True),
+    # a number is worked out, in whatever way it is typed, and anything that only has its value is not
+    *((typed, "125", "", False) for typed in (
+        "57x/x+68", "{25}{5}", "5\\sqrt{625}", "1 hundred+25", "\\sqrt{15625}", "\\frac{250}{2}", "\\log(10^{125})",
+        "125\\tan 45^\\circ", "5^2*5", "|-125|")),
+    ("The remaining 72-48 is sold", "24", "", False), ("2 million", "2000000", "", True), ("5:00 pm", "5", "", True),
+    ("144/12", "12 m/s", "", False), ("12 m/s", "12 m/s", "", True), ("3A", "3 A", "", True),
+    *((typed, "2.5", "", True) for typed in (
+        "5/2", "2\\frac12", "The answer is 2 1/2.", "(D) 2\\frac12", "25*10^{-1}")),
+    *((typed, "\\frac52", "", False) for typed in (
+        "2+1/2", "(2+\\frac12)", "\\frac12+2", "5*\\frac12", "\\sqrt{6.25}")),
+    ("0.1\\overline{6}", "1/6", "", True), ("0.1+6/90", "1/6", "", False),
+    ("x=1, y=2", "(1,2)", "", True), ("x=3-2, y=2", "(1,2)", "", False), ("(3-2,2)", "(1,2)", "", False),
+    ("x=\\pm\\frac12", "\\pm 0.5", "", True), ("1,1+1", "1,2", "", False), ("{2,1}", "x=1\\text{ or }x=2", "", True),
+    ("x > 5", "(5,\\infty)", "", True), ("x > 2+3", "(5,\\infty)", "", False), ("(-inf, 2)", "x<2", "", True),
+    ("y=2x-3", "2x-y=3", "", True), ("2(x+1)", "2x+2", "", True), ("(A) or C", "A and C", "", True),
+    ("\\frac13\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1/3\\\\2/3\\end{pmatrix}", "", True)])
 def test_the_question_is_no_answer(answer, gold, prompt, worked_out):
     assert is_equivalent(answer, gold) and is_worked_out(answer, gold, prompt) == worked_out
 
