@@ -3367,7 +3367,6 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(\d*)\.(\d*) ?\\(?:overline|dot)\{(\d+)\}",
      lambda d: f"({d[1]}.{d[2]}0∔{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
     (r"(?<=\d) ?x ?(?=10\^)|(?<=\d) x (?=\.?\d[^,]*=)", "*"),
-    (r"([_^])\{(\w)\}(?!\w)", r"\1\2"),  # x_{0}^{2} is x_0^2
     # 1,234 is a number, but (1,234) is a pair: only before the first bracket
     (r"^[^(\[‹]*", lambda head: _THOUSANDS.sub(lambda number: number[0].replace(number[1], ""), head[0]))]]
 
