@@ -3146,7 +3146,7 @@ _WORKED = re.compile(r"(?!.*\b(?:not|never)\b)[A-Z].*[a-z]{2}(?:[,:]? |=)([-(]?\
 _TAIL = r"[ ]?(?!(?:and|or|pi|squared|cubed|half|dozen|[a-z]*(?:hundred|thousand|illion))\b)[a-zA-Z%'’][^\d=]*$"
 # He pays 9 eggs x $2/egg = $18 a day: the number at its end, if no letter stands for a number
 _ENDING = re.compile(r"""
-    (?! .* (?: \b(?:not|never)\b | n't\b | [\\^≠<>] | [a-z] ?=[^=]*\d,[ ][a-z]+[ ]?=
+    (?! .* (?: \b(?:not|never)\b | n't\b | [\\^≠<>] | [a-z][ ]?=[^=]*\d,[ ][a-z]+[ ]?=
              | (?<![a-zA-Z'’]) (?: [b-wyzB-HJ-WYZ] | [xX](?![ ]?[\d(.]) ) (?![a-zA-Z'’]) ) )
     [A-Z] (?= .*[a-z]{2} ) .* (?: [\d)] | [a-z]{3} ) [ ]?=[ ]? ( -?\d[\d.]*(?:/\d+)? ) (?: %s )?
     """ % _TAIL, re.X)
@@ -3187,9 +3187,9 @@ _SPACES = re.compile(r"(?<!\d) | (?!\d)")  # all but those between two numbers
 _FORMULA = re.compile(r"[\w)}][-+*/^][-.\w({\\]|\\[a-z]")  # 1/2, x+1, x^-1, \sqrt2; `_bare` leaves out spaces and \text
 _FRACTION = re.compile(r"\\frac(?:\{(\w+)\}|(\w))(?:\{(\w+)\}|(\w))")  # \frac{1}{2}, \frac12
 _PLAIN = re.compile(r"""  # a number as `_clean` leaves it, with nothing left to work out but a power
-    [-+({\[]* (?: \\?inf(?:ty)?
-    | (?: \d*\. )? \d+ \.? (?: [eE][+-]?\d+ )? (?: \*\{?10\}? (?=\^) )? (?: \}?\^[({]*-?\d+ | :00 )?  # 5, 2^5, 3*10^6
-    | (?P<fraction> (?: [\d.]+∔ )? (?: \\frac\{-?\d+\}\{-?\d+ | \d+\)?/\(?-?\d+ ) )                # 1/2, (2∔1/2)
+    [-+({\[]* (?: \\?inf(?:ty|inity)?
+    | (?: \d*\. )? \d+ \.? (?: [eE][+-]?\d+ | (?: \*\{?10\}? (?=\^) )? \}?\^[({]*[-+]?\d+ | :00 )?  # 5, 2^5, 3*10^6
+    | (?P<fraction> (?: [\d.]+∔ )? (?: \\frac\{[-+({]*\d+[)}]+\{[-+({]* | \d+[)}]?/[({]?-? ) \d+ )  # 1/2, (2∔1/2)
     ) [)}\]]*""", re.X)
 
 
@@ -3197,8 +3197,8 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     """Whether an answer that `is_equivalent` to the gold one is more than the question again, as 57+68 is for "57+68=?"
     and (x+1)^2 for "Expand (x+1)^2". A policy that may repeat the question learns nothing else.
 
-    Where the gold answer consists of plain numbers, so does the answer, and of whole ones where the gold one does. And
-    a formula that the prompt contains is no answer, unless the gold one is the same formula.
+    Where the gold answer consists of plain numbers (`_is_plain`), so does the answer. And a formula that the prompt
+    contains is no answer, unless the gold one is the same formula.
     """
     def plain(text):  # x^{2} is x^2, \frac{1}{2} is 1/2, and \sin(x) is \sin x
         text = re.sub("[{}]", "", _FRACTION.sub(r"\1\2/\3\4", _bare(text))).rstrip(".")
@@ -3214,6 +3214,8 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
             rf"(?<![\d.])(?:{re.escape(formula)}(?!\d)|{without_unit}(?![\da-zA-Z]))", question)
     answer, gold = (extract_answer(side) or side for side in (answer, gold))  # as `is_equivalent` reads them
     value, gold = _clean(answer[:LONGEST_ANSWER]), _clean(gold)
+    if (option := _OPTION.fullmatch(gold)) and not any(_same(said, option[1]) for said in (value, *_readings(value))):
+        gold = _clean(option[2])  # of "(C) 125", the answer is not the letter
     statement = _STATEMENT.fullmatch(value)  # The sum of 57+68 is 125
     concluded = statement[1] if statement else answer[:LONGEST_ANSWER]
     texts = (re.sub(r"(?<=\d)[a-zA-Z]+$", "", plain(text)) for text in (_clean(concluded), gold))  # 1/2 hour is 1/2
@@ -3223,26 +3225,30 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     bare, asked = _bare(concluded), _bare(prompt)
     if re.match(r"[{(*]*[A-J][).:]", bare) and re.sub("[{}*]", "", bare) in re.sub("[{}*]", "", asked):
         return True  # (B) 3/4, one of the choices in the prompt
-    whole = not re.search(r"frac|/[(-]*\d|\.\d*[1-9]", gold)
-    numbers = re.search(r"\d", gold) and "[[" not in gold and _is_plain(gold, whole)
+    numbers = re.search(r"\d", gold) and "[[" not in gold and _is_plain(gold)
     numbers = numbers and all(map(_is_name, re.findall("(?:^|,)([^=,]+)=", gold)))  # x = 1, y = 2; not 2x - y = 3
-    if numbers and not any(_is_plain(said, whole) and _same(said, gold) for said in (value, *_readings(value))):
+    if numbers and not any(_is_plain(said) and _same(said, gold) for said in (value, *_readings(value))):
         return False
-    formula, question = plain(concluded), plain(prompt)
+    formula, question = plain(concluded).strip("+()[]" if numbers else ""), plain(prompt)  # not (5^3) for 5^3
     return not copied(formula) and ("=" in gold or not all(map(copied, compared(formula))))
 
 
-def _is_plain(text: str, whole: bool) -> bool:
-    """Whether every part of a cleaned answer is a number, or ends in one: 57+68 = 125. whole: without a fraction."""
+def _is_plain(text: str) -> bool:
+    """Whether every part of a cleaned answer is a number in its last form, such as 125, 5/2 or 2∔1/2, or an equation
+    that ends in one, such as 57+68 = 125. Not 57+68, 250/2 or 1∔3/2."""
     if not text:
         return False
     kind, parts = _parts(text)
     if set(kind) == {"="}:
-        return _is_plain(parts[-1], whole) or _is_plain(parts[0], whole) and _same(parts[0], parts[-1])
+        last_is_left = _LETTER.fullmatch(parts[-1]) or _same(parts[0], parts[-1])  # 125 = x, 125 = 57+68
+        return _is_plain(parts[-1]) or _is_plain(parts[0]) and bool(last_is_left)
     if kind or len(parts) > 1:
-        return all(_LETTER.fullmatch(part) or _is_plain(part, whole) for part in parts)
+        return all(_LETTER.fullmatch(part) or _is_plain(part) for part in parts)
     number = _PLAIN.fullmatch(_SPACES.sub("", _split_unit(text)[0]))
-    return bool(number) and not (whole and number["fraction"])
+    if not number or not number["fraction"]:
+        return bool(number)
+    above, below = map(int, re.findall(r"\d+", number["fraction"])[-2:])
+    return below > 0 and above % below > 0 and (above < below or "∔" not in text)
 
 
 def _bare(text: str) -> str:

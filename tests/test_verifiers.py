@@ -134,6 +134,7 @@ SAME = [
     ("choice C", "\\text{(C)}"), ("44 \\mod 83", "44 \\pmod{83}"), ("60˚", "60^\\circ"), ("\\huge{18}", "18"),
     ("36\\text{ in.}^2", "36\\text{ in}^2"), ("52_{\\text{8}}", "52_8"), ("(AB5)_{16}", "AB5_{16}"),
     (".1\\overline{6}", "0.1\\overline{6}"), ("USD 75", "75"), ("US$75", "75"), ("4 x $10 = $40", "40"),
+    ("He has 3 x 2 = 6, total = 18", "18"),
     ("f'(2) = 5", "5"), ("(f \\circ g)(2) = 5", "5"), ("f \\left(2\\right) = 5", "5"), ("P (X=2) = 1/3", "1/3"),
     ("f(f(2)) = 5", "5"), ("g^{-1}(f(2)) = 5", "5"), ("f(1) - f(2) = 5", "5"), ("x_1 + x_2 = 5", "5"),
     ("5\\star1 = 9(5)+2 = 47", "47"), ("2 @ 3 = 5", "5"), ("So, $x = 5$.", "5"), ("Hence, $a = b = 5$", "5"),
@@ -528,6 +529,16 @@ def test_no_text_raises_or_takes_long(text):
     ("x=1, y=2", "(1,2)", "", True), ("x=3-2, y=2", "(1,2)", "", False), ("(3-2,2)", "(1,2)", "", False),
     ("x=\\pm\\frac12", "\\pm 0.5", "", True), ("1,1+1", "1,2", "", False), ("{2,1}", "x=1\\text{ or }x=2", "", True),
     ("x > 5", "(5,\\infty)", "", True), ("x > 2+3", "(5,\\infty)", "", False), ("(-inf, 2)", "x<2", "", True),
+    ("(-infinity, 3]", "(-\\infty,3]", "", True), ("125=x", "x=125", "", True), ("{1}/{2}", "0.5", "", True),
+    ("\\frac{(-1)}{2}", "-0.5", "", True), ("\\frac{+1}{2}", "0.5", "", True), ("2.5*10^{+6}", "2500000", "", True),
+    ("(144/12, 0.5)", "(12, 0.5)", "", False), ("x=144/12, y=1/2", "x=12, y=\\frac12", "", False),
+    ("1/4+1/4", "1 / 2", "", False), ("50\\frac72", "53.5", "50 + 7/2", False), ("50 7/2", "53.5", "", False),
+    ("(5^3)", "125", "What is $5^3$?", False), ("+5^3", "125", "What is $5^3$?", False),
+    ("((6/8))", "\\frac34", "Simplify $\\frac{6}{8}$.", False),
+    # a gold answer that is a choice: its letter, or what it stands for
+    ("68+57", "\\textbf{(C)}\\ 125", "57+68=?", False), ("C", "\\textbf{(C)}\\ 125", "57+68=?", True),
+    ("x=125", "(C) 125", "", True), ("(C) 125", "(C) 125", "", True),
+    ("\\frac34", "\\textbf{(B)}\\ \\frac{3}{4}", "$\\textbf{(B)}\\ \\frac{3}{4}$", True),
     ("y=2x-3", "2x-y=3", "", True), ("2(x+1)", "2x+2", "", True), ("(A) or C", "A and C", "", True),
     ("\\frac13\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1/3\\\\2/3\\end{pmatrix}", "", True)])
 def test_the_question_is_no_answer(answer, gold, prompt, worked_out):
