@@ -559,6 +559,31 @@ def test_the_form_that_the_system_prompt_shows_earns_the_format_reward():
     assert format_reward(shown) == 1 and extract_answer(shown) == "answer here"
 
 
+@pytest.mark.parametrize("word", "Final Part Method Alternative Analysis Setup Calculation Given Summary Result Key "
+                         "Additional Example Problem Question".split())
+def test_a_heading_with_a_text_below_is_no_answer(word):
+    assert extract_answer(f"\\boxed{{18}}\n\n#### {word} 2\nWe added.") == "18"
+
+
+@pytest.mark.parametrize("word", "Step Case Note Check Solution Explanation Verification Conclusion".split())
+def test_a_heading_alone_is_no_answer(word):
+    assert extract_answer(f"\\boxed{{18}}\n#### {word}") == extract_answer(f"\\boxed{{18}}\nAnswer: {word} 1") == "18"
+
+
+@pytest.mark.parametrize("word", "not never cannot but minus negative most least half twice double triple none dozen pi "
+                         "sqrt log mod".split())
+def test_words_that_may_change_the_number_of_a_sentence(word):
+    assert is_equivalent("Janet makes 18 every day", "18")
+    assert not is_equivalent(f"Janet makes {word} 18 every day", "18")
+
+
+@pytest.mark.parametrize("verb", ["is", "are", "should be", "must be", "would be", "will be", "equals", "is simply",
+                                  "is just", "is indeed", "is actually", "is only", "is equal to", "is given by", "="])
+@pytest.mark.parametrize("reason", ["", " because", " since", ", so", ", as", ", which"])
+def test_ways_to_say_the_answer_and_why(verb, reason):
+    assert extract_answer(f"I think the answer {verb} 18{reason and reason + ' 9+9 is that'}.") == "18"
+
+
 @pytest.mark.parametrize("size", ["left right", "big big", "bigl bigr", "Big Big", "Bigl Bigr", "bigg bigg",
                                   "Bigg Bigg"])
 def test_sizes_of_brackets_change_nothing(size):
