@@ -3188,7 +3188,7 @@ _FORMULA = re.compile(r"[\w)}][-+*/^][-.\w({\\]|\\[a-z]")  # 1/2, x+1, x^-1, \sq
 _FRACTION = re.compile(r"\\frac(?:\{(\w+)\}|(\w))(?:\{(\w+)\}|(\w))")  # \frac{1}{2}, \frac12
 _PLAIN = re.compile(r"""  # a number as `_clean` leaves it, with nothing left to work out but a power
     [-+({\[]* (?: \\?inf(?:ty|inity)?
-    | (?: \d*\. )? \d+ \.? (?: [eE][+-]?\d+ | (?: \*\{?10\}? (?=\^) )? \}?\^[({]*[-+]?\d+ | :00 )?  # 5, 2^5, 3*10^6
+    | (?: \d*\. )? \d+ (?: [eE][+-]?\d+ | (?: \*\{?10\}? (?=\^) )? \}?\^[({]*[-+]?\d+ | :00 )?      # 5, 2^5, 3*10^6
     | (?P<fraction> (?: [\d.]+∔ )? (?: \\frac\{[-+({]*\d+[)}]+\{[-+({]* | \d+[)}]?/[({]?-? ) \d+ )  # 1/2, (2∔1/2)
     ) [)}\]]*""", re.X)
 
@@ -3214,7 +3214,7 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
             rf"(?<![\d.])(?:{re.escape(formula)}(?!\d)|{without_unit}(?![\da-zA-Z]))", question)
     answer, gold = (extract_answer(side) or side for side in (answer, gold))  # as `is_equivalent` reads them
     value, gold = _clean(answer[:LONGEST_ANSWER]), _clean(gold)
-    if (option := _OPTION.fullmatch(gold)) and not any(_same(said, option[1]) for said in (value, *_readings(value))):
+    if (option := _OPTION.fullmatch(gold)) and not _same(value, option[1]):
         gold = _clean(option[2])  # of "(C) 125", the answer is not the letter
     statement = _STATEMENT.fullmatch(value)  # The sum of 57+68 is 125
     concluded = statement[1] if statement else answer[:LONGEST_ANSWER]
@@ -3226,7 +3226,6 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     if re.match(r"[{(*]*[A-J][).:]", bare) and re.sub("[{}*]", "", bare) in re.sub("[{}*]", "", asked):
         return True  # (B) 3/4, one of the choices in the prompt
     numbers = re.search(r"\d", gold) and "[[" not in gold and _is_plain(gold)
-    numbers = numbers and all(map(_is_name, re.findall("(?:^|,)([^=,]+)=", gold)))  # x = 1, y = 2; not 2x - y = 3
     if numbers and not any(_is_plain(said) and _same(said, gold) for said in (value, *_readings(value))):
         return False
     formula, question = plain(concluded).strip("+()[]" if numbers else ""), plain(prompt)  # not (5^3) for 5^3
@@ -3239,9 +3238,10 @@ def _is_plain(text: str) -> bool:
     if not text:
         return False
     kind, parts = _parts(text)
-    if set(kind) == {"="}:
-        last_is_left = _LETTER.fullmatch(parts[-1]) or _same(parts[0], parts[-1])  # 125 = x, 125 = 57+68
-        return _is_plain(parts[-1]) or _is_plain(parts[0]) and bool(last_is_left)
+    if set(kind) == {"="}:  # x = 125, 57+68 = 125, 125 = x; not 2x = 250
+        sides = parts[0], parts[-1]
+        return _same(*sides) and any(map(_is_plain, sides)) or any(
+            _is_plain(number) and _is_name(name) for name, number in (sides, sides[::-1]))
     if kind or len(parts) > 1:
         return all(_LETTER.fullmatch(part) or _is_plain(part) for part in parts)
     number = _PLAIN.fullmatch(_SPACES.sub("", _split_unit(text)[0]))

@@ -529,6 +529,8 @@ def test_no_text_raises_or_takes_long(text):
     ("x=1, y=2", "(1,2)", "", True), ("x=3-2, y=2", "(1,2)", "", False), ("(3-2,2)", "(1,2)", "", False),
     ("x=\\pm\\frac12", "\\pm 0.5", "", True), ("1,1+1", "1,2", "", False), ("{2,1}", "x=1\\text{ or }x=2", "", True),
     ("x > 5", "(5,\\infty)", "", True), ("x > 2+3", "(5,\\infty)", "", False), ("(-inf, 2)", "x<2", "", True),
+    ("25e-1", "2.5", "", True), ("{10}^3", "1000", "", True), ("3*10", "30", "", False), ("125.", "125", "", True),
+    ("2x-10=0", "x=5", "", False), ("5=x", "x=5", "", True), ("(x+1)(x-1)", "x^2-1", "Expand $(x+1)(x-1)$.", False),
     ("(-infinity, 3]", "(-\\infty,3]", "", True), ("125=x", "x=125", "", True), ("{1}/{2}", "0.5", "", True),
     ("\\frac{(-1)}{2}", "-0.5", "", True), ("\\frac{+1}{2}", "0.5", "", True), ("2.5*10^{+6}", "2500000", "", True),
     ("(144/12, 0.5)", "(12, 0.5)", "", False), ("x=144/12, y=1/2", "x=12, y=\\frac12", "", False),
@@ -537,7 +539,8 @@ def test_no_text_raises_or_takes_long(text):
     ("((6/8))", "\\frac34", "Simplify $\\frac{6}{8}$.", False),
     # a gold answer that is a choice: its letter, or what it stands for
     ("68+57", "\\textbf{(C)}\\ 125", "57+68=?", False), ("C", "\\textbf{(C)}\\ 125", "57+68=?", True),
-    ("x=125", "(C) 125", "", True), ("(C) 125", "(C) 125", "", True),
+    ("x=125", "(C) 125", "", True), ("(C) 125", "(C) 125", "", True), ("\\text{C}", "(C) 125", "", True),
+    ("The answer is (C).", "(C) 125", "", True),
     ("\\frac34", "\\textbf{(B)}\\ \\frac{3}{4}", "$\\textbf{(B)}\\ \\frac{3}{4}$", True),
     ("y=2x-3", "2x-y=3", "", True), ("2(x+1)", "2x+2", "", True), ("(A) or C", "A and C", "", True),
     ("\\frac13\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1/3\\\\2/3\\end{pmatrix}", "", True)])
