@@ -3218,7 +3218,8 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
         gold = _clean(option[2])  # of "(C) 125", the answer is not the letter
     statement = _STATEMENT.fullmatch(value)  # The sum of 57+68 is 125
     concluded = statement[1] if statement else answer[:LONGEST_ANSWER]
-    texts = (re.sub(r"(?<=\d)[a-zA-Z]+$", "", plain(text)) for text in (_clean(concluded), gold))  # 1/2 hour is 1/2
+    texts = (re.sub(r"(?<=\d)[a-zA-Z]+$", "", plain(text).strip("+()[]"))  # 1/2 hour and (1/2) are 1/2
+             for text in (_clean(concluded), gold))
     short, long = sorted(texts, key=len)
     if short == long or long.endswith("=" + short) and _is_name(long[:-len(short) - 1]):  # y = x+1 is x+1
         return True

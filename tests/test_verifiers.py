@@ -530,6 +530,7 @@ def test_no_text_raises_or_takes_long(text):
     ("x=\\pm\\frac12", "\\pm 0.5", "", True), ("1,1+1", "1,2", "", False), ("{2,1}", "x=1\\text{ or }x=2", "", True),
     ("x > 5", "(5,\\infty)", "", True), ("x > 2+3", "(5,\\infty)", "", False), ("(-inf, 2)", "x<2", "", True),
     ("25e-1", "2.5", "", True), ("{10}^3", "1000", "", True), ("3*10", "30", "", False), ("125.", "125", "", True),
+    ("\\left(\\frac12\\right)", "1/2", "Is it 1/2?", True), ("+1/2", "\\frac12", "Is it 1/2?", True),
     ("2x-10=0", "x=5", "", False), ("5=x", "x=5", "", True), ("(x+1)(x-1)", "x^2-1", "Expand $(x+1)(x-1)$.", False),
     ("(-infinity, 3]", "(-\\infty,3]", "", True), ("125=x", "x=125", "", True), ("{1}/{2}", "0.5", "", True),
     ("\\frac{(-1)}{2}", "-0.5", "", True), ("\\frac{+1}{2}", "0.5", "", True), ("2.5*10^{+6}", "2500000", "", True),
