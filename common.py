@@ -3144,7 +3144,8 @@ _STATEMENT = re.compile(r"(?!(?:.* (?:is(?! divided)|are|equals) ){2}|.*\b(?:not
 _WORKED = re.compile(r"(?!.*\b(?:not|never)\b)[A-Z].*[a-z]{2}(?:[,:]? |=)([-(]?\d[^a-zA-Z=]*=[^=,]*)")
 # words after a number that leave it what it is
 _TAIL = r"[ ]?(?!(?:and|or|pi|squared|cubed|half|dozen|[a-z]*(?:hundred|thousand|illion))\b)[a-zA-Z%'’][^\d=]*$"
-# He pays 9 eggs x $2/egg = $18 a day: the number at its end, if no letter stands for a number
+# He pays 9 eggs x $2/egg = $18 a day: the number at its end, if no letter stands for a number, and no other one is
+# given before it: Minimum = 1, maximum = 3
 _ENDING = re.compile(r"""
     (?! .* (?: \b(?:not|never)\b | n't\b | [\\^≠<>] | [a-z][ ]?=[^=]*\d,[ ][a-z]+[ ]?=
              | (?<![a-zA-Z'’]) (?: [b-wyzB-HJ-WYZ] | [xX](?![ ]?[\d(.]) ) (?![a-zA-Z'’]) ) )
@@ -3226,6 +3227,7 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     bare, asked = _bare(concluded), _bare(prompt)
     if re.match(r"[{(*]*[A-J][).:]", bare) and re.sub("[{}*]", "", bare) in re.sub("[{}*]", "", asked):
         return True  # (B) 3/4, one of the choices in the prompt
+    # a matrix may have a factor in front, which `_clean` has left to work out in its entries
     numbers = re.search(r"\d", gold) and "[[" not in gold and _is_plain(gold)
     if numbers and not any(_is_plain(said) and _same(said, gold) for said in (value, *_readings(value))):
         return False
@@ -3243,7 +3245,7 @@ def _is_plain(text: str) -> bool:
         sides = parts[0], parts[-1]
         return _same(*sides) and any(map(_is_plain, sides)) or any(
             _is_plain(number) and _is_name(name) for name, number in (sides, sides[::-1]))
-    if kind or len(parts) > 1:
+    if kind or len(parts) > 1:  # the letter is that of x > 5
         return all(_LETTER.fullmatch(part) or _is_plain(part) for part in parts)
     number = _PLAIN.fullmatch(_SPACES.sub("", _split_unit(text)[0]))
     if not number or not number["fraction"]:
