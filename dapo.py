@@ -184,12 +184,10 @@ def main(cfg: Config) -> None:
         order = order[torch.randperm(len(order))]  # shuffled
         count = math.ceil(cfg.minibatches * len(groups) / cfg.prompts_per_step)  # with fewer groups, fewer minibatches
         minibatches = order.tensor_split(count) if count > 0 else ()
-        # At update 0 the policy is still the one that sampled: that update records its own log-probs as the old ones.
-        # Only the later minibatches need a forward pass for theirs. Until update 0, the first one's are the sampler's.
+        # At update 0 the policy is still the one that sampled: that update records its own log-probs as the old ones
+        # (below). The later minibatches meet a policy that has moved on: a forward pass now computes theirs.
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
-        for rows in minibatches[:1]:
-            old_logprobs[rows] = rollout.logprobs[rows]
 
         for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):  # all of them, μ times over
             if cfg.loss_average == "token":

@@ -120,12 +120,10 @@ def main(cfg: Config) -> None:
 
         # 4. Update. Weights are relative to the whole minibatch, so the gradients of its micro-batches just add up.
         minibatches = torch.randperm(len(advantages)).tensor_split(cfg.minibatches)  # shuffled row numbers
-        # At update 0 the policy is still the one that sampled: that update records its own log-probs as the old ones.
-        # Only the later minibatches need a forward pass for theirs. Until update 0, the first one's are the sampler's.
+        # At update 0 the policy is still the one that sampled: that update records its own log-probs as the old ones
+        # (below). The later minibatches meet a policy that has moved on: a forward pass now computes theirs.
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
-        for rows in minibatches[:1]:
-            old_logprobs[rows] = rollout.logprobs[rows]
         ref_logprobs = common.rollout_logprobs(reference, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)
 
         for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):  # all of them, μ times over

@@ -260,7 +260,7 @@ def test_another_sampler_may_take_the_place_of_sample(tmp_path, monkeypatch):
 
 
 def test_the_reward_function_of_the_readme(tmp_path):
-    """reward.py as printed there: correct + 0.5·(share of sound steps) − 0.3·len/100 − 0.5, for text of any form."""
+    """reward.py as printed there: correct + 0.5·(share of sound steps) − 0.3·len/100, for text of any form."""
     code = (ROOT / "README.md").read_text().split("```python\n# reward.py")[1].split("```")[0]
     (tmp_path / "reward.py").write_text("# reward.py" + code)
     judge = common.load_reward_function(f"{tmp_path / 'reward.py'}:composite")
@@ -268,12 +268,13 @@ def test_the_reward_function_of_the_readme(tmp_path):
     for text, correct, sound in (
             ("<think>5+7=12</think><answer>12</answer>", 1, 1),
             ("1+1=2,5+7=13 #### 13", 0, 0.5),    # 5+7=13 is wrong
-            ("7++8=15,+=3,+8=8,==", 0, 1 / 2),   # read as the steps 8=15 and 8=8
+            ("7++8=15,+=3,8=8,==,1+7+8=16", 0, 1),  # a single step: nothing is added in the others
+            ("<answer>5+7</answer>", 0, 0),         # the question again
             ("", 0, 0)):
-        reward = pytest.approx(correct + 0.5 * sound - 0.3 * len(text) / 100 - 0.5)
+        reward = pytest.approx(correct + 0.5 * sound - 0.3 * len(text) / 100)
         assert judge(problem, text) == (reward, bool(correct)), text
     run_script("grpo.py", "--steps", 1, "--prompts_per_step", 4, "--group_size", 4, "--output_dir",
                tmp_path / "run", "--reward", f"{tmp_path / 'reward.py'}:composite")
     start, step = read_metrics(tmp_path / "run")
-    assert start["eval_accuracy"] < 0.65  # only a reward above 0 counts as correct
+    assert start["eval_accuracy"] < 0.65  # of the pairs: most rewards are above 0
     assert step["reward"] not in (0, 1)   # the run uses this reward, not the verifier's

@@ -35,9 +35,9 @@ def patched(monkeypatch):
     return patch
 
 
-def one_step(monkeypatch, tmp_path, *flags):
-    """A step of the patched grpo.py, 4 prompts × 4 completions -> (what `record_run` has of it, its rewards [4, 4])."""
-    [step] = record_run(monkeypatch, "grpo.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 4,
+def one_step(monkeypatch, tmp_path, *flags, script="grpo.py"):
+    """A step of the patched script, 4 prompts × 4 completions -> (what `record_run` has of it, its rewards [4, 4])."""
+    [step] = record_run(monkeypatch, script, tmp_path / "run", "--steps", 1, "--prompts_per_step", 4,
                         "--group_size", 4, "--max_new_tokens", 25, "--micro_batch_tokens", 80, *flags)
     return step, torch.tensor([float(is_right(step.rollouts[0], i)) for i in range(16)]).view(4, 4)
 
@@ -52,10 +52,18 @@ def norm_of_gradient(policy, loss):
     return torch.stack([p.grad.norm() for p in policy.parameters()]).norm().item()
 
 
-def test_rloo(patched):
-    """Rewards 1 0 0 0: the others' mean is 0 for the first, 1/3 for the rest."""
-    advantages = patched("RLOO (").group_advantages(torch.tensor([[1.0, 0, 0, 0], [2, 2, 2, 2]]))
+def test_rloo(patched, monkeypatch, tmp_path):
+    """∇ Σ_i (R_i − mean of the others) log π(o_i) / N, but for the constant L_max: whole completions, none divided by
+    its length. Rewards 1 0 0 0: the others' mean is 0 for the first, 1/3 for the rest."""
+    module = patched("RLOO (")
+    advantages = module.group_advantages(torch.tensor([[1.0, 0, 0, 0], [2, 2, 2, 2]]))
     torch.testing.assert_close(advantages, torch.tensor([[1, -1 / 3, -1 / 3, -1 / 3], [0, 0, 0, 0]]))
+    step, rewards = one_step(monkeypatch, tmp_path, script="dr_grpo.py")
+    [rollout], policy = step.rollouts, load_tiny_model()
+    others = (rewards.sum(1, keepdim=True) - rewards) / 3
+    loss = -sum(advantage * plain_logprobs(policy, rollout, i).sum() / 16
+                for i, advantage in enumerate((rewards - others).flatten()))
+    assert step.metrics["grad_norm"] == pytest.approx(norm_of_gradient(policy, loss) / 25, rel=1e-3)
 
 
 def test_reinforce_plus_plus(patched):
