@@ -4,7 +4,8 @@
     gradient  −β (1 − σ(β(Δ_policy − Δ_reference))) (∇log π(y⁺|x) − ∇log π(y⁻|x))                          (section 4)
 
 There is no reward model and, without --on_policy, no sampling: β·log(π/π_ref) is an implicit reward. In the gradient,
-the probability 1 − σ that this reward gives to a pair's wrong order plays the part of an advantage.
+1 − σ, the probability that this reward orders the pair wrongly, weighs the pair as an advantage would: one that is
+already in the right order counts little.
 
 --reference_free drops Δ_reference. --label_smoothing makes it conservative DPO. --on_policy samples two answers to each
 prompt and lets --reward pick the better one.
@@ -181,7 +182,7 @@ def main(cfg: Config) -> None:
                 logprobs[::2], logprobs[1::2],
                 ref_logprobs[chosen], ref_logprobs[rejected],
                 cfg.beta, cfg.label_smoothing)
-            count = len(losses) if T > 0 else 0  # T = 0: a rank without pairs of its own keeps step with the others
+            count = len(losses) if T > 0 else 0  # T = 0: a dummy, since FSDP wants as many passes of every rank
             loss = losses.mean() * count / len(pairs)
             loss.backward()
             total_loss += loss.detach()

@@ -153,7 +153,7 @@ def main(cfg: Config) -> None:
             chosen, rejected = better[here], worse[here]
             loss, stats = preference_loss(scores[chosen], scores[rejected], margins[here])
             loss = loss + cfg.center_coef * (scores[chosen] + scores[rejected]).square().mean()
-            count = here.sum() * (T > 0)  # T = 0: a rank without rows of its own keeps step with the others
+            count = here.sum() * (T > 0)  # T = 0: a dummy, since FSDP wants as many passes of every rank
             loss = loss * count / len(pairs)
             loss.backward()
             total_loss += loss.detach()
