@@ -1386,7 +1386,7 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
     """Rows `prompt`, `chosen`, `rejected`; or whole dialogues without `prompt`; or `prompt`, `responses` (best first).
 
     Optional `scores` order the responses, and may tie. Not yet encoded. Rows that teach nothing, because their answers
-    are equal or tie (also by `tie: true`, `status: "tie"`, `margin: 0` or equal RATINGS), are left out, with a line
+    are equal or tie (also by `tie: true`, `status: "tie"`, `margin: 0` or equal ratings), are left out, with a line
     that says how many.
     """
     source = str(build_tiny_preferences(data, split)) if is_built_in(data) else data
@@ -1457,11 +1457,6 @@ def with_thought(message: dict) -> str:
     return begun + message["content"]
 
 
-# What UltraFeedback's and Argilla's versions call the scores of the two answers
-RATINGS = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating"),
-           ("chosen-rating", "rejected-rating"))
-
-
 def read_preference(row: dict) -> Preference | None:
     """One row; None if it prefers nothing. A malformed one raises ValueError."""
     prompt, answers, scores = prompt_and_answers(row)
@@ -1475,7 +1470,9 @@ def read_preference(row: dict) -> Preference | None:
     best = {}  # answer: score, best first; of equal answers the best counts
     for answer, score in sorted(zip(answers, scores), key=lambda pair: -pair[1]):
         best.setdefault(answer, float(score))
-    rated = [row.get(chosen) == row.get(rejected) for chosen, rejected in RATINGS if is_number(row.get(chosen))]
+    # What UltraFeedback's and Argilla's versions call the scores of the two answers: score_chosen, chosen-rating, …
+    rated = [score == row.get(name.replace("chosen", "rejected")) for name, score in row.items()
+             if re.fullmatch("(score|rating)[_-]chosen|chosen[_-](score|rating)", name) and is_number(score)]
     if row.get("tie") or row.get("status") == "tie" or margin == 0 or any(rated) or len(set(best.values())) == 1:
         return None
     return Preference(prompt, [], list(best), [], list(best.values()), float(margin or 0))

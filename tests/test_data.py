@@ -1100,8 +1100,8 @@ def test_a_tie_is_no_preference():
     assert common.read_preference(row | {"status": "tie", "chosen_score": 7.0}) is None
     with pytest.raises(ValueError, match="margin must be a number of at least 0, not -1"):
         common.read_preference(row | {"margin": -1})
-    for chosen, rejected in common.RATINGS:
-        assert common.read_preference(row | {chosen: 7.0, rejected: 7}) is None
+    for name in ("score_{}", "{}_score", "{}_rating", "{}-rating"):
+        assert common.read_preference(row | {name.format("chosen"): 7.0, name.format("rejected"): 7}) is None
     for scores in ({"score_chosen": 8, "score_rejected": 7}, {"score_chosen": None, "score_rejected": None}):
         assert common.read_preference(row | scores).answers == ["a", "b"]
 
