@@ -2006,12 +2006,8 @@ class Run:
             return
         signal.signal(signal.SIGINT, self.note_signal)
         signal.signal(signal.SIGTERM, self.note_signal)
-
-        def block():
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-        def unblock():
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        block, unblock = (functools.partial(signal.pthread_sigmask, how, {signal.SIGTERM})
+                          for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
 
         def in_child():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
