@@ -2190,14 +2190,11 @@ class Run:
         """Write to a temporary directory, flush, rename; only then remove the previous checkpoint. Collective."""
         final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
         temporary = final.with_name("unfinished")
-
-        def publish():
-            os.rename(temporary, final)
-            self.remove_older_checkpoints()
         try:
             on_main_rank(lambda: shutil.rmtree(temporary, ignore_errors=True))  # left by a killed process
             dcp.save(self.state(), checkpoint_id=temporary)  # flushes its files to disk
-            on_main_rank(publish)
+            on_main_rank(lambda: os.rename(temporary, final))
+            on_main_rank(self.remove_older_checkpoints)
         except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
             shutil.rmtree(temporary, ignore_errors=True)  # it may be what fills the disk
             intact = self.checkpoints()[-1].name if self.checkpoints() else "no checkpoint"
