@@ -2213,10 +2213,8 @@ class Run:
                 optimizer.step()  # makes the tensors of its state, whatever optimizer it is; `dcp.load` fills them
                 optimizer.zero_grad()
             state = self.state()
-            own, held = json.loads(state["run"]), dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-            older = {name: state.pop(name) for name in ("random_of_python", "random_of_numpy") if name not in held}
+            own = json.loads(state["run"])
             dcp.load(state, checkpoint_id=path)
-            state |= older  # an earlier version wrote the checkpoint
             saved = json.loads(state["run"])
         if other := [f"{name} was {value}" for name, value in saved.items()  # another version may have other MAY_CHANGE
                      if name not in self.MAY_CHANGE and own.get(name) != value]:
