@@ -2160,10 +2160,6 @@ class Run:
         found = [path for path in (self.directory / "checkpoint").glob("step-*") if path.name[5:].isdecimal()]
         return sorted(found, key=lambda path: int(path.name[5:]))
 
-    def remove_older_checkpoints(self) -> None:
-        for older in self.checkpoints()[:-1]:
-            shutil.rmtree(older)
-
     def state(self) -> dict:
         """All that a checkpoint holds. The tensors are the live ones: `dcp.load` fills them in place."""
         fixed = {name: value for name, value in self.flags.items() if name not in self.MAY_CHANGE}
@@ -2194,7 +2190,7 @@ class Run:
             on_main_rank(lambda: shutil.rmtree(temporary, ignore_errors=True))  # left by a killed process
             dcp.save(self.state(), checkpoint_id=temporary)  # flushes its files to disk
             on_main_rank(lambda: os.rename(temporary, final))
-            on_main_rank(self.remove_older_checkpoints)
+            on_main_rank(lambda: [shutil.rmtree(older) for older in self.checkpoints()[:-1]])
         except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
             shutil.rmtree(temporary, ignore_errors=True)  # it may be what fills the disk
             intact = self.checkpoints()[-1].name if self.checkpoints() else "no checkpoint"
@@ -2226,7 +2222,6 @@ class Run:
         for name, (*_, schedule) in self.trained.items():
             for _ in range(state["updates"][name]):  # from the start, since another --steps changes the rates
                 schedule.step()
-        on_main_rank(self.remove_older_checkpoints)  # a killed process may have left one
 
     def drop_later_lines(self) -> None:
         """Remove log lines written after the checkpoint: their steps are done again."""
