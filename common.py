@@ -602,12 +602,10 @@ def join_drawn(drawn, pad_id: int):
 #   hidden_states        left padding, and (`read_prefixes_once`) prefixes that several rows share
 #   SlicedLogprobs       memory: of the logits only some columns exist at a time
 
-# Logits (tokens × vocabulary) at a time: 8 MB, 128 MB in float32. (On an H200, a quarter as many make forward and
-# backward of 1.5B parameters a third slower, four times as many 2% faster.)
+# Logits (tokens × vocabulary) at a time: 8 MB, 128 MB in float32. (With a quarter as many, an H200 is a third slower.)
 HEAD_SLICE = {"cpu": 2 ** 21, "cuda": 2 ** 25}
 # A prefix is read once if that saves more tokens than this, and a fifth of all: the extra pass costs as much. (On an
-# H200, forward and backward of 1.5B parameters take at least 0.13 s, and 0.23 s for 10,000 tokens. Saving up to
-# 7,000 made both slower; 10,000 is extrapolated.)
+# H200, saving up to 7,000 made a pass of 1.5B parameters slower; 10,000 is extrapolated.)
 SHARED_TOKENS = {"cpu": 400, "cuda": 10_000}
 
 
@@ -1706,6 +1704,11 @@ def load_reward_function(spec: str):
     if not callable(function):
         raise UserError(f"--reward {spec}: {path} has no function {name}")
 
+    @functools.cache  # once
+    def say_graded():
+        say(f"--reward {spec} gives graded rewards: accuracy and DAPO's groups count those above 0 as correct; to say "
+            "what is correct, return a pair (reward, correct)")
+
     def checked(problem: Problem, completion: str) -> tuple[float, bool]:
         try:
             with contextlib.chdir("."), torch.enable_grad(), ctrl_c_blocked():
@@ -1721,6 +1724,8 @@ def load_reward_function(spec: str):
         if not is_number(reward) or not isinstance(correct, (bool, np.bool_, types.NoneType)):
             raise UserError(f"--reward {spec} returned {returned!r:.100}, want a finite float or int, or a pair of it "
                             f"and a bool, on row {problem.row!r:.300}")
+        if correct is None and reward not in (-1, 0, 1):
+            say_graded()
         return float(reward), bool(reward > 0 if correct is None else correct)
     return checked
 
@@ -1779,10 +1784,10 @@ def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
     """Say so when a step's advantages are all 0 (ppo.py passes how far rewards are from the first one, dpo.py a 1 for
     each pair), and what to try: it is no bug, but its rewards teach nothing."""
     if not advantages.any():
-        say(f"step {step}: its rewards teach nothing, since they are equal within every group (PPO: in the whole step; "
-            "DAPO: no group is both right and wrong). If this goes on: easier or harder problems, a larger group (PPO: "
-            "more prompts), a higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin with (in "
-            "DAPO with --no_dynamic_sampling)")
+        say(f"step {step} teaches nothing: the rewards are equal within every group (PPO: in the whole step; DAPO: no "
+            "group is both right and wrong). If this goes on, try easier or harder problems, a larger group (PPO: more "
+            "prompts), a higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin with (DAPO: with "
+            "--no_dynamic_sampling)")
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -2939,6 +2944,7 @@ def build_tiny_model(data: str) -> str:
     directory = Path("runs") / f"tiny-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]}"
 
     def fill(folder):
+        say("building the tiny model (once, for about half a minute)")
         for part in train_tiny_model(digits):  # model, tokenizer
             part.save_pretrained(folder)
     on_main_rank(lambda: directory.exists() or write_directory(directory, fill, replace=False))

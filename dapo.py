@@ -168,8 +168,8 @@ def main(cfg: Config) -> None:
         del drawn  # frees memory: join_drawn has copied it
         found = int(informative_groups(correct).sum())
         if len(groups) < cfg.prompts_per_step:
-            common.say(f"step {step}: {found} of {len(batch)} groups are informative, {cfg.prompts_per_step} wanted "
-                       "(with right and wrong completions: by a reward of your own, above 0 or as its pair says)")
+            common.say(f"step {step}: {found} of {len(batch)} groups have both right and wrong completions, "
+                       f"{cfg.prompts_per_step} wanted")
         rewards += soft_overlong_penalty(rollout.lengths, cfg.max_new_tokens, cfg.overlong_buffer).view_as(rewards)
         loss_mask = rollout.mask & rollout.finished[:, None] if cfg.overlong_filtering else rollout.mask  # [N, T]
 

@@ -685,7 +685,7 @@ def test_a_single_reward_teaches_the_critic(tmp_path):
     """It equals itself, but that is no lack of signal."""
     errors = run_script("ppo.py", "--steps", 1, "--prompts_per_step", 1, "--max_new_tokens", 4, "--output_dir",
                         tmp_path / "run", *on_few_problems(tmp_path))
-    assert "teach nothing" not in errors
+    assert "teaches nothing" not in errors
 
 
 def test_a_directory_that_is_no_reward_model_is_refused_by_name(tmp_path, policy_directory):

@@ -192,6 +192,16 @@ def test_a_reward_function_that_fails_names_the_row(tmp_path, body, message):
     assert ("(line 2)" in str(error.value)) == ("return" not in body) and len(str(error.value)) < 1500
 
 
+@pytest.mark.parametrize("rewards, graded", [
+    ("0, 1, 1.0, -1, True", False), ("1, 0.5, 0.25", True), ("(0.5, True), (0.25, False)", False)])
+def test_of_graded_rewards_it_says_once_what_counts_as_correct(tmp_path, capsys, rewards, graded):
+    path = write(tmp_path / "reward.py", f"rewards = iter([{rewards}])\ndef f(*args): return next(rewards)\n")
+    judge = common.load_reward_function(f"{path}:f")
+    for _ in eval(f"[{rewards}]"):
+        judge(common.Problem("1+1=?", [], "2", {}), "2")
+    assert capsys.readouterr().err.count("count those above 0 as correct") == graded
+
+
 def test_ctrl_c_in_a_reward_function_is_no_error_of_it(tmp_path):
     path = write(tmp_path / "reward.py", "def f(prompt, completion, row):\n    raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
