@@ -3498,7 +3498,7 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
         return _same(a[1], b[1], depth)  # of x_1 = 2, x_2 = 3 the first is x = 2
     if a[0] == b[0] and _LETTER.fullmatch(a[0]):  # x - e^{-40} and x - e^{-50} are equal after rounding
         return False
-    (gaps, _), (others, _) = (_values(f"({sides[0]})-({sides[1]})") for sides in (a, b))
+    gaps, others = (_values(f"({sides[0]})-({sides[1]})") for sides in (a, b))
     if len(a) > 2 or gaps[0] in (0, gaps[1]) or others[0] in (0, others[1]):  # no letter: 1 = 2, 3 = 5
         return False
     constant = all(_close(gap * others[0], other * gaps[0]) for gap, other in zip(gaps, others))
@@ -3538,9 +3538,9 @@ def _same_value(a: str, b: str) -> bool:
         return True
     if all(re.fullmatch(r"[A-Z ]{2,}|\(?[ivx]{2,}\)?", side) for side in (a, b)):  # no products: ABC, CAB; iv, vi
         return a.strip("()") == b.strip("()")
-    (values, errors), (others, other_errors) = _values(a), _values(b)
+    values, others = _values(a), _values(b)
     constant = len({*values}) == len({*others}) == 1  # no letter counts
-    return all(_close(x, y, max(near), constant) for x, y, *near in zip(values, others, errors, other_errors))
+    return all(_close(x, y, constant) for x, y in zip(values, others))
 
 
 def _split_unit(text: str) -> tuple[str, str]:
@@ -3558,18 +3558,13 @@ def _split_unit(text: str) -> tuple[str, str]:
     return number, re.sub(r"[\s(){}^]", "", unit)
 
 
-def _close(a, b, error: float = 0.0, constant: bool = False) -> bool:
-    """Equal, or apart only by the rounding of floats: \\sin(\\pi) is not quite 0.
-
-    error: how far rounding on the way may have put a and b off. At most a millionth of them counts, or
-    e^{99} - e^{99} + 5 would be any number.
-    constant: whether a and b come from formulas without letters.
-    """
+def _close(a, b, constant: bool = False) -> bool:
+    """Equal, or apart only by the rounding of floats: \\sin(\\pi) is not quite 0. `constant`: neither has letters."""
     if _bits(a) and _bits(b):
         return a == b
     # Like \sin(\pi), and in constants its square too. But e^{-x^2} at x = 8 is as small as that.
     nearly_zero = 0 in (a, b) and (constant or abs(a + b) > 1e-20)
-    return cmath.isclose(a, b, rel_tol=1e-12, abs_tol=1e-13 if nearly_zero else min(error, 1e-6 * abs(a)))
+    return cmath.isclose(a, b, rel_tol=1e-11, abs_tol=1e-13 if nearly_zero else 0)
 
 
 def _bits(value) -> int:
@@ -3615,12 +3610,11 @@ _TOKEN = re.compile(rf"""
 
 
 @functools.lru_cache(4096)
-def _values(text: str) -> tuple[tuple, list[float]]:
-    """The values of a formula at three points, and how far rounding may have put each off. Equal formulas have equal
-    values.
+def _values(text: str) -> tuple:
+    """The values of a formula at three points. Equal formulas have equal values.
 
     At each point a letter stands for a number that follows from its name. There "(x+1)^2" and "x^2+2x+1" have the same
-    exact fractions, "\\sqrt{12}" and "2\\sqrt3" floats that agree to twelve digits. Formulas that differ agree at one
+    exact fractions, "\\sqrt{12}" and "2\\sqrt3" floats that agree to eleven digits. Formulas that differ agree at one
     point with a chance of about 1 in 1,000, and hardly ever at all three. Nothing is drawn at random, so the verdict
     on a pair never changes. Where the text is no formula, this raises one of the errors that `_same` catches.
     """
@@ -3629,15 +3623,14 @@ def _values(text: str) -> tuple[tuple, list[float]]:
                   r"|(?<=[!i])(?<!\\frac\\pi) ?(?=\d)", "*", text)
     text = re.sub(r"(?<![a-zA-Z\\])([a-zA-Z])\(0\)", r"\1_0", text)  # I(0) is not 0
     words = [word.lstrip("\\") if word.lstrip("\\") in _KNOWN else word for word in _TOKEN.findall(text)]
-    values, largest = zip(*(_value(words, modulus) for modulus in (1009, 1013, 1019)))
-    return values, [4e-15 * size for size in largest]  # some twenty roundings of the largest
+    return tuple(_value(words, modulus) for modulus in (1009, 1013, 1019))
 
 
-def _value(words: list[str], modulus: int) -> tuple:
-    """The value of a formula where its letters stand for numbers that depend on `modulus`, and the size of the largest
-    float on the way to it. A recursive-descent parser that computes as it reads."""
+def _value(words: list[str], modulus: int):
+    """The value of a formula where its letters stand for numbers that depend on `modulus`. A recursive-descent parser
+    that computes as it reads."""
     tokens = [";", *reversed(words)]  # a stack with the first one on top
-    letters, floats = [], [0.0]  # letters read; sizes of floats (fractions do not round)
+    letters = []  # read so far
 
     def accept(token):  # take the next token if it is this one
         return tokens[-1] == token and tokens.pop()
@@ -3645,7 +3638,6 @@ def _value(words: list[str], modulus: int) -> tuple:
     def read(strength):  # an atom and those operators after it that bind more strongly than this
         value = atom()
         while True:
-            floats.append(abs(value) if not _bits(value) and cmath.isfinite(value) else 0.0)
             if tokens[-1] in _CLOSING or tokens[-1].lstrip("\\")[:1].isalpha():
                 tokens.append("·")  # 2x, 2(x + 1) and x\sin x are products
             binds, apply = _OPERATORS.get(tokens[-1], (0, None))
@@ -3697,4 +3689,4 @@ def _value(words: list[str], modulus: int) -> tuple:
     value = read(0)
     if tokens != [";"]:
         raise ValueError
-    return value, max(floats)
+    return value
