@@ -3129,17 +3129,15 @@ _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; 
 # The area is 12\pi; The remainder when 10 is divided by 3 is 1
 _STATEMENT = re.compile(r"(?!(?:.* (?:is(?! divided)|are|equals) ){2}|.*\b(?:not|never)\b)"
                         r"[A-Z][^=]* (?:is|are|equals) (.+)")
-# So, she saved 36 - 15 = 21 dollars: the equation at its end
-_WORKED = re.compile(r"(?!.*\b(?:not|never)\b)[A-Z].*[a-z]{2}(?:[,:]? |=)([-(]?\d[^a-zA-Z=]*=[^=,]*)")
-# words after a number that leave it what it is
-_TAIL = r"[ ]?(?!(?:and|or|pi|squared|cubed|half|dozen|[a-z]*(?:hundred|thousand|illion))\b)[a-zA-Z%'’][^\d=]*$"
-# He pays 9 eggs x $2/egg = $18 a day: the number at its end, if no letter stands for a number, and no other one is
-# given before it: Minimum = 1, maximum = 3
+# He pays 9 eggs x $2/egg = $18 a day: the number at its end, if no letter stands for a number, no other one is given
+# before it (Minimum = 1, maximum = 3), and the words after it leave it what it is
 _ENDING = re.compile(r"""
-    (?! .* (?: \b(?:not|never)\b | n't\b | [\\^≠<>] | [a-z][ ]?=[^=]*\d,[ ][a-z]+[ ]?=
+    (?! .* (?: \b(?:not|never)\b | n't\b | [\\≠<>] | [a-z][ ]?=[^=]*\d,[ ][a-z]+[ ]?=
              | (?<![a-zA-Z'’]) (?: [b-wyzB-HJ-WYZ] | [xX](?![ ]?[\d(.]) ) (?![a-zA-Z'’]) ) )
-    [A-Z] (?= .*[a-z]{2} ) .* (?: [\d)] | [a-z]{3} ) [ ]?=[ ]? ( -?\d[\d.]*(?:/\d+)? ) (?: %s )?
-    """ % _TAIL, re.X)
+    [A-Z] (?= .*[a-z]{2} ) .* (?: [\d)] | [a-z]{3} ) [ ]?=[ ]? ( -?\d[\d.]*(?:/\d+)? )
+    (?: [ ]? (?! (?: and | or | pi | squared | cubed | half | dozen | [a-z]*(?:hundred|thousand|illion) )\b )
+        [a-zA-Z%'’] (?: \^[23] | [^\d=] )* )?
+    """, re.X)
 _NUMBER = re.compile(r"(?<!\S)-?\.?\d(?:\S*\w)?")  # a word that begins with a number: 18, .5, 1/2, 18/day
 
 
@@ -3166,8 +3164,6 @@ def _readings(text: str) -> list[str]:
     said = [verdict[1]] if (verdict := _VERDICT.fullmatch(text)) else []
     if _SENTENCE.fullmatch(text) and len(numbers := _NUMBER.findall(text)) == 1:  # a sentence, with its only number
         said += numbers
-    elif worked := _WORKED.fullmatch(text):
-        said += [worked[1].strip(), re.sub(rf"(?<=\d){_TAIL}", "", worked[1])]
     elif conclusion := _ENDING.fullmatch(text) or _STATEMENT.fullmatch(text):
         said.append(conclusion[1].strip())
     return said
