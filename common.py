@@ -3091,17 +3091,15 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
 def _in_boxes(text: str) -> list[tuple[int, str]]:
     """"\\boxed{1} and \\boxed{\\frac12}" -> [(8, "1"), (28, "1, \\frac12")]: where each ends, and the list so far."""
     opened = collections.deque(maxlen=DEEPEST)  # the innermost braces
-    found, name = [], ""
+    found = []
     for brace in _BRACE.finditer(text):
         if brace["box"] or brace["open"]:
             opened.append(brace)
         elif brace["close"] and opened and (box := opened.pop())["box"]:
             if answer := text[box.end():brace.start()].strip():
                 between = _BETWEEN_BOXES.sub("", text[found[-1][0] + 1:box.start()]) if found else ""
-                joined = re.fullmatch(r"(?:,|,?and|or)(?:(\w)=)?", between)  # x = \boxed{1} and x = \boxed{2}, not y =
-                if joined and (between[:2] == "or" or joined[1] in (None, name)):
+                if re.fullmatch(r",|(?:,?and|or)(?:\w=)?", between):  # x = \boxed{1} and x = \boxed{2}
                     answer = f"{found[-1][1]}, {answer}"
-                name = text[max(0, box.start() - 5):box.start()].rstrip("= $")[-1:]
                 found.append((brace.start(), answer))
     return found
 
