@@ -3152,7 +3152,12 @@ def is_equivalent(prediction, answer) -> bool:
     if _DECIMAL.fullmatch(a) and _DECIMAL.fullmatch(b):  # most pairs: a tenth of the time
         return Fraction(a) == Fraction(b)
     a, b = _clean(a), _clean(b)
-    return _same(a, b) or any(_same(x, b) for x in _readings(a)) or any(_same(a, x) for x in _readings(b))
+    return any(_same(x, y) for x, y in _pairs(a, b))
+
+
+def _pairs(a: str, b: str) -> list[tuple[str, str]]:
+    """What may be compared of two answers: all of both, or all of one and what the other says besides."""
+    return [(a, b), *((x, b) for x in _readings(a)), *((a, x) for x in _readings(b))]
 
 
 def _readings(text: str) -> list[str]:
@@ -3184,38 +3189,29 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     Where the gold answer consists of plain numbers (`_is_plain`), so does the answer. And a formula that the prompt
     contains is no answer, unless the gold one is the same formula.
     """
-    def plain(text):  # x^{2} is x^2, \frac{1}{2} is 1/2, and \sin(x) is \sin x
+    def plain(text):  # x^{2} is x^2, \frac{1}{2} is 1/2, \sin(x) is \sin x, and (1/2) and 1/2 hour are 1/2
         text = re.sub("[{}]", "", _FRACTION.sub(r"\1\2/\3\4", _bare(text))).rstrip(".")
-        return re.sub(r"(?<=[a-z])(\()?\((\w+)\)(?(1)\))", r"\2", text)  # `_clean` has written \sin((x))
+        text = re.sub(r"(?<=[a-z])(\()?\((\w+)\)(?(1)\))", r"\2", text)  # `_clean` has written \sin((x))
+        return re.sub(r"(?<=\d)[a-zA-Z]+$", "", text.strip("+()[]"))
 
-    def compared(text):  # of an equation, the last side and the first, but for a name
-        sides = text.split("=")
-        return sides[-1:] + [side for side in sides[:1] if not _is_name(side)]
+    def copied(formula):
+        return _FORMULA.search(formula) and re.search(rf"(?<![\d.]){re.escape(formula)}(?!\d)", question)
 
-    def copied(formula):  # \sqrt50 from the question, perhaps as \sqrt50cm
-        without_unit = re.escape(re.sub(r"(?<=\d)[a-zA-Z]{2,}$", "", formula))
-        return _FORMULA.search(formula) and re.search(
-            rf"(?<![\d.])(?:{re.escape(formula)}(?!\d)|{without_unit}(?![\da-zA-Z]))", question)
+    def worked_out(said, meant):
+        short, long = sorted((plain(said), plain(meant)), key=len)
+        if short == long or long.endswith("=" + short) and _is_name(long[:-len(short) - 1]):  # y = x+1 is x+1
+            return True
+        # a matrix may have a factor in front, which `_clean` has left to work out in its entries
+        if re.search(r"\d", meant) and "[[" not in meant and _is_plain(meant) and not _is_plain(said):
+            return False
+        formula = plain(answer if said == value else said)
+        sides = [formula] if "=" in meant else formula.split("=")
+        return not (copied(sides[-1]) and (_is_name(sides[0]) or copied(sides[0])))
+
     answer, gold = (extract_answer(side) or side for side in (answer, gold))  # as `is_equivalent` reads them
-    value, gold = _clean(answer[:LONGEST_ANSWER]), _clean(gold)
-    if (option := _OPTION.fullmatch(gold)) and not _same(value, option[1]):
-        gold = _clean(option[2])  # of "(C) 125", the answer is not the letter
-    statement = _STATEMENT.fullmatch(value)  # The sum of 57+68 is 125
-    concluded = statement[1] if statement else answer[:LONGEST_ANSWER]
-    texts = (re.sub(r"(?<=\d)[a-zA-Z]+$", "", plain(text).strip("+()[]"))  # 1/2 hour and (1/2) are 1/2
-             for text in (_clean(concluded), gold))
-    short, long = sorted(texts, key=len)
-    if short == long or long.endswith("=" + short) and _is_name(long[:-len(short) - 1]):  # y = x+1 is x+1
-        return True
-    bare, asked = _bare(concluded), _bare(prompt)
-    if re.match(r"[{(*]*[A-J][).:]", bare) and re.sub("[{}*]", "", bare) in re.sub("[{}*]", "", asked):
-        return True  # (B) 3/4, one of the choices in the prompt
-    # a matrix may have a factor in front, which `_clean` has left to work out in its entries
-    numbers = re.search(r"\d", gold) and "[[" not in gold and _is_plain(gold)
-    if numbers and not any(_is_plain(said) and _same(said, gold) for said in (value, *_readings(value))):
-        return False
-    formula, question = plain(concluded).strip("+()[]" if numbers else ""), plain(prompt)  # not (5^3) for 5^3
-    return not copied(formula) and ("=" in gold or not all(map(copied, compared(formula))))
+    answer, question = answer[:LONGEST_ANSWER], plain(prompt)
+    value = _clean(answer)
+    return any(_same(said, meant) and worked_out(said, meant) for said, meant in _pairs(value, _clean(gold)))
 
 
 def _is_plain(text: str) -> bool:
