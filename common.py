@@ -3235,10 +3235,9 @@ def _is_plain(text: str) -> bool:
 
 def _bare(text: str) -> str:
     """"$57\\,+\\,68^\\circ$" -> "57+68": each symbol in one spelling, and no spaces."""
-    text = re.sub(_SYMBOL, lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0]), text[-LONGEST_COMPLETION:])
-    text = re.sub("[^\x00-\x7f⁻⁰¹²³⁴-⁹º˚]+", lambda wide: unicodedata.normalize("NFKC", wide[0]), text)  # such as （
-    text = re.sub(r"\s", "", text)
-    return re.sub(r"\\text|\^\{?\\circ\}?|\\degrees?|[°º˚]|(?<=\d)(?:st|nd|rd|th)(?![a-z])", "", text)
+    text = unicodedata.normalize("NFKC", re.sub(*_SYMBOLS, text[-LONGEST_COMPLETION:]))  # （ is (
+    text = re.sub(r"\s", "", text[-LONGEST_COMPLETION:])
+    return re.sub(r"\\text|\^\{?\\circ\}?|\\degrees?|°|(?<=\d)(?:st|nd|rd|th)(?![a-z])", "", text)
 
 
 _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
@@ -3257,10 +3256,10 @@ _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency an
     "\\emptyset": r"\varnothing ∅", "\\infty ": "∞", "\\sqrt ": "√", "\\pi ": "π", "\\theta ": "θ", "\\alpha ": "α",
     "\\beta ": "β", "\\lambda ": "λ"}
 _SPELLINGS = {typed: ours for ours, ways in _TYPED.items() for typed in ways.split()}
-# whatever may be such a key; x_1!=2, but not 4!=24
-_SYMBOL = (r"\\(?:left|right)\.|\\[a-zA-Z]+"
-           r"|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>]=|(?:(?<!\d)|(?<=[_^]\d)|(?<=\b[a-z]\d))!="
-           r"|[$%~;&]|[^\x00-\x7f]")
+_SYMBOLS = (  # whatever may be such a key; x_1!=2, but not 4!=24
+    re.compile(r"\\(?:left|right)\.|\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>]="
+               r"|(?:(?<!\d)|(?<=[_^]\d)|(?<=\b[a-z]\d))!=|[$%~;&]|[^\x00-\x7f]"),
+    lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0]))
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?!,?\d|(?<= \d{3})/\d)")
 _ENTRY = r"(?:_\{?\d\}?)? ?= ?([^=,]+)"  # what x or x_1 is
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
@@ -3268,7 +3267,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"([⁻⁰¹²³⁴-⁹]+)", r"^{\1}"), (r"([₀-₉]+)", r"_{\1}"), (r"([¼½¾⅐-⅞])", r" \1"), (r"[º˚]", "°"),
     (r"(?s)^.+", lambda text: unicodedata.normalize("NFKC", text[0])[:LONGEST_ANSWER]),
     (_MARKS, ""),
-    (_SYMBOL, lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0])),
+    _SYMBOLS,
     (r"\\(?:text ?\{ ?)?(arc)?(c?)tg(?![a-z])(?: ?\})? ?",  # \tg x
      lambda name: rf"\{name[1] or ''}{'cot' if name[2] else 'tan'} "),
     # degrees are left out, but not in \sin 30^\circ
