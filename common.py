@@ -3119,18 +3119,17 @@ _OPTION = re.compile(r"""
 _VERDICT = re.compile(  # Yes, it converges; not "Yes, if n is odd"
     r"(yes|no|true|false)[,.;] (?!.*\b(?:but|or|if|unless|yes|no|true|false)\b).+", re.I)
 _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; nothing that may change the number
-    (?! All[ ] | .*[ ][-/][ ] | .*n't[ ] | .*(?<![\w'])(?: (?i: not | never | cannot | but ) | minus | negative
+    (?! All[ ] | .*[ ][-/][ ] | .*(?<![\w'])(?: but | minus | negative
         | than(?=[ ]-?\d) | most | least | half | twice | double | triple | none | dozen | pi | sqrt | log | mod
         | [b-zB-HJ-Z] )\b )
     (?: (?:[A-Z][\w'.-]*|the)[ ]?,?[ ] )+ [a-z']+[ ]?,?[ ] (?: [\w ',.;:/$-] | (?<=[a-z]{2})\^ )*
     """, re.X)
 # The area is 12\pi; The remainder when 10 is divided by 3 is 1
-_STATEMENT = re.compile(r"(?!(?:.* (?:is(?! divided)|are|equals) ){2}|.*\b(?:not|never)\b)"
-                        r"[A-Z][^=]* (?:is|are|equals) (.+)")
+_STATEMENT = re.compile(r"(?!(?:.* (?:is(?! divided)|are|equals) ){2})[A-Z][^=]* (?:is|are|equals) (.+)")
 # He pays 9 eggs x $2/egg = $18 a day: the number at its end, if no letter stands for a number, no other one is given
 # before it (Minimum = 1, maximum = 3), and the words after it leave it what it is
 _ENDING = re.compile(r"""
-    (?! .* (?: \b(?:not|never)\b | n't\b | [\\≠<>] | [a-z][ ]?=[^=]*\d,[ ][a-z]+[ ]?=
+    (?! .* (?: [\\≠<>] | [a-z][ ]?=[^=]*\d,[ ][a-z]+[ ]?=
              | (?<![a-zA-Z'’]) (?: [b-wyzB-HJ-WYZ] | [xX](?![ ]?[\d(.]) ) (?![a-zA-Z'’]) ) )
     [A-Z] (?= .*[a-z]{2} ) .* (?: [\d)] | [a-z]{3} ) [ ]?=[ ]? ( -?\d[\d.]*(?:/\d+)? )
     (?: [ ]? (?! (?: and | or | pi | squared | cubed | half | dozen | [a-z]*(?:hundred|thousand|illion) )\b )
@@ -3165,6 +3164,8 @@ def _readings(text: str) -> list[str]:
     if option := _OPTION.fullmatch(text):
         return [option[1], _clean(option[2])]
     said = [verdict[1]] if (verdict := _VERDICT.fullmatch(text)) else []
+    if re.search(r"(?i)\b(?:not|never|cannot)\b|n't\b", text):
+        return said
     if _SENTENCE.fullmatch(text) and len(numbers := _NUMBER.findall(text)) == 1:  # a sentence, with its only number
         said += numbers
     elif conclusion := _ENDING.fullmatch(text) or _STATEMENT.fullmatch(text):
