@@ -3154,9 +3154,11 @@ def is_equivalent(prediction, answer) -> bool:
     return any(_same(x, y) for x, y in _pairs(a, b))
 
 
-def _pairs(a: str, b: str) -> list[tuple[str, str]]:
+def _pairs(a: str, b: str):
     """What may be compared of two answers: all of both, or all of one and what the other says besides."""
-    return [(a, b), *((x, b) for x in _readings(a)), *((a, x) for x in _readings(b))]
+    yield a, b
+    yield from ((x, b) for x in _readings(a))
+    yield from ((a, x) for x in _readings(b))
 
 
 def _readings(text: str) -> list[str]:
