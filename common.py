@@ -3066,12 +3066,11 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     text, answer, after = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None, ""
     text = _LAST_MARK.sub("\n", _MATRIX.sub(lambda matrix: matrix[0].replace("\n", " "), text))
     for _ in range(3):  # marks within marks
-        headings = [(mark.end(1), mark[1]) for mark in _HEADING.finditer(text)]
-        others = [(mark.end(1), mark[1]) for mark in _TAGGED.finditer(text)] + _in_boxes(text)
-        if not headings and not others:
+        marks = [(mark.end(1), mark[1]) for pattern in (_HEADING, _TAGGED) for mark in pattern.finditer(text)]
+        if not (marks := marks + _in_boxes(text)):
             break
-        end, answer = max(headings + others)
-        if (end, answer) in headings and re.match(r"[A-Z][\w'’.]*,? \w", answer):  # may only begin the reasoning
+        end, answer = max(marks)
+        if re.match(r"[A-Z][\w'’.]*,? \w", answer):  # may only begin the reasoning
             after = text[end:]
         text = answer = answer.strip()
     if answer is None and "<answer>" in text and not closed_only:
