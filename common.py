@@ -3044,21 +3044,17 @@ _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\
 
 
 def extract_answer(text, closed_only: bool = False) -> str | None:
-    """The final answer of a completion, or None. In order of precedence:
+    """The final answer of a completion, or None. What follows a </think> counts first. In order of precedence:
 
-    1. <answer>18</answer>, \\boxed{18}, or a line such as `#### 18` (or the end of the last line, behind a sentence),
-       `# Answer` (18 may follow below), `Answer: 18` or `A: 18`: whichever ends last. Such marks may stand in one
-       another: <answer>\\boxed{18}</answer>.
+    1. <answer>18</answer>, \\boxed{18}, `#### 18` (a line, or the end of the text), `# Answer` (18 may follow below),
+       `Answer: 18` or `A: 18`: whichever ends last. They may stand in one another: <answer>\\boxed{18}</answer>.
     2. What follows the last <answer>, though it is never closed: samplers that stop at </answer> cut the tag off.
-    3. "The answer is 18." or "the answer: 18" within a line. This is also looked for within 1 and 2 (`Answer: The final
-       answer is 18. I hope so.`) and, if it gives a number, after a line such as `A: There are 15 trees.`, which may
-       only begin the reasoning.
+    3. "The answer is 18." or "the answer: 18" within a line, also one within 1 and 2, or a number after 1 where that
+       may only begin the reasoning (`A: There are 15 trees.`).
     4. Below `# Answer`, the display that a sentence introduces, or a sentence with a number in it.
     5. A last sentence that concludes something with a number in it: So, she makes $18 a day.
 
-    With `closed_only`, as in training, 2 and 5 do not count: `sample` does not cut a </answer> off, and a policy is to
-    learn to mark its answer.
-    What is said after a </think> counts, if it gives an answer, and not the guesses before.
+    With `closed_only`, as in training, 2 and 5 do not count: a policy is to learn to mark its answer.
     """
     _, ended, said = str(text)[-LONGEST_COMPLETION:].rpartition("</think>")
     if ended and (answer := extract_answer(said, closed_only)):
@@ -3602,12 +3598,11 @@ _TOKEN = re.compile(rf"""
 
 @functools.lru_cache(4096)
 def _values(text: str) -> tuple:
-    """The values of a formula at three points. Equal formulas have equal values.
+    """The values of a formula at three points. At each, a letter stands for a number that follows from its name.
 
-    At each point a letter stands for a number that follows from its name. There "(x+1)^2" and "x^2+2x+1" have the same
-    exact fractions, "\\sqrt{12}" and "2\\sqrt3" floats that agree to eleven digits. Formulas that differ agree at one
-    point with a chance of about 1 in 1,000, and hardly ever at all three. Nothing is drawn at random, so the verdict
-    on a pair never changes. Where the text is no formula, this raises one of the errors that `_same` catches.
+    So "(x+1)^2" and "x^2+2x+1" have the same exact fractions, "\\sqrt{12}" and "2\\sqrt3" floats that agree to eleven
+    digits. Formulas that differ agree at one point with a chance of about 1 in 1,000, and hardly ever at all three.
+    Where the text is no formula, this raises one of the errors that `_same` catches.
     """
     # n2^n, (n-1)2^n, 2^6 3^5, 3!7! and the i2 of e^{i2\pi/3} are products, but x2 is not 2x.
     text = re.sub(r"(?<!\\ln)(?<!\\log)(?<=[a-zA-Z)}]) ?(?=\d+\^)|(?<=\^\d) (?=\d)"
