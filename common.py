@@ -2997,7 +2997,7 @@ def build_tiny_preferences(data: str, split: str) -> Path:
 # cannot read is compared as text, so nothing raises. Limits on lengths and on numbers keep the work small on any text.
 
 LONGEST_COMPLETION, LONGEST_ANSWER = 20_000, 400  # characters; of a completion, the last ones
-LONGEST_LIST, DEEPEST, MOST_BITS = 20, 30, 8_000  # items in any order; braces around a box; size of an exact number
+LONGEST_LIST, MOST_BITS = 20, 8_000  # items in any order; size of an exact number
 
 _BARE_BOX = re.compile(r"\\boxed(?: +|(?=\d))([^\s\\${}]+)")  # \boxed 5, \boxed5
 _MATRIX = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[^$]{,400}?\\end\{\1\}")  # one answer on several lines
@@ -3020,7 +3020,9 @@ _HEADING = re.compile(r"""
     ) (?= \**[^\s*]) ( (?: (?! </?answer> ) . )+ )""", re.X | re.M)
 _LAST_MARK = re.compile(r"(?<=[.!?])[ *]*(?=####[ ]*[^\s#<]{1,30}\s*\Z)"  # So each gets 2 bars. #### 2
                         r"|(?<=[.!?$]) (?=Final Answer: The final answer is )")  # as Minerva's prompt has it
-_BRACE = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|(?P<open>\{)|(?P<close>\})|\\[{}]")
+# balanced braces, up to ten levels
+_BRACED = functools.reduce(lambda inner, _: rf"(?:[^{{}}\\]++|\\[{{}}]?|\{{{inner}\}})*+", range(10), "")
+_BOX = re.compile(rf"\\f?box(?:ed)?\s*\{{({_BRACED})\}}")
 _BETWEEN_BOXES = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")  # beside "and" or a comma
 _PHRASE = re.compile(r"""
     # "The final answer is: 18", "The answer to the question (in dollars) is 18"; not "The answer is correct"
@@ -3085,17 +3087,13 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
 
 def _in_boxes(text: str) -> list[tuple[int, str]]:
     """"\\boxed{1} and \\boxed{\\frac12}" -> [(8, "1"), (28, "1, \\frac12")]: where each ends, and the list so far."""
-    opened = collections.deque(maxlen=DEEPEST)  # the innermost braces
     found = []
-    for brace in _BRACE.finditer(text):
-        if brace["box"] or brace["open"]:
-            opened.append(brace)
-        elif brace["close"] and opened and (box := opened.pop())["box"]:
-            if answer := text[box.end():brace.start()].strip():
-                between = _BETWEEN_BOXES.sub("", text[found[-1][0] + 1:box.start()]) if found else ""
-                if re.fullmatch(r",|(?:,?and|or)(?:\w=)?", between):  # x = \boxed{1} and x = \boxed{2}
-                    answer = f"{found[-1][1]}, {answer}"
-                found.append((brace.start(), answer))
+    for box in _BOX.finditer(text):
+        if answer := box[1].strip():
+            between = _BETWEEN_BOXES.sub("", text[found[-1][0] + 1:box.start()]) if found else ""
+            if re.fullmatch(r",|(?:,?and|or)(?:\w=)?", between):  # x = \boxed{1} and x = \boxed{2}
+                answer = f"{found[-1][1]}, {answer}"
+            found.append((box.end(1), answer))
     return found
 
 
