@@ -3478,8 +3478,8 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
     """Whether both sides agree, or their difference is the same up to a factor: 2x = 6y and x - 3y = 0."""
     if all(_same(x, y, depth) for x, y in zip(a, b)):
         return True
-    if depth and kind == "=" and any(re.fullmatch(rf"{re.escape(name.strip())}_\{{?\d\}}? ?", numbered)
-                                     for name, numbered in ((a[0], b[0]), (b[0], a[0]))):
+    names = {a[0], b[0]}
+    if depth and kind == "=" and {re.sub(r"_\{?\d\}?$", "", name) for name in names} < names:
         return _same(a[1], b[1], depth)  # of x_1 = 2, x_2 = 3 the first is x = 2
     if a[0] == b[0] and _LETTER.fullmatch(a[0]):  # x - e^{-40} and x - e^{-50} are equal after rounding
         return False
