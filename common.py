@@ -3204,9 +3204,8 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
         sides = [formula] if "=" in meant else formula.split("=")
         return not (copied(sides[-1]) and (_is_name(sides[0]) or copied(sides[0])))
 
-    answer, gold = (extract_answer(side) or side for side in (answer, gold))  # as `is_equivalent` reads them
-    answer, question = answer[:LONGEST_ANSWER], plain(prompt)
-    value = _clean(answer)
+    answer, gold = ((extract_answer(side) or side)[:LONGEST_ANSWER] for side in (answer, gold))
+    value, question = _clean(answer), plain(prompt)
     return any(_same(said, meant) and worked_out(said, meant) for said, meant in _pairs(value, _clean(gold)))
 
 
