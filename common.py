@@ -3217,8 +3217,8 @@ def _is_plain(text: str) -> bool:
     kind, parts = _parts(text)
     if set(kind) == {"="}:  # x = 125, 57+68 = 125, 125 = x; not 2x = 250
         sides = parts[0], parts[-1]
-        return _same(*sides) and any(map(_is_plain, sides)) or any(
-            _is_plain(number) and _is_name(name) for name, number in (sides, sides[::-1]))
+        return any(_is_plain(number) and (_is_name(name) or _same(name, number))
+                   for name, number in (sides, sides[::-1]))
     if kind or len(parts) > 1:  # the letter is that of x > 5
         return all(_LETTER.fullmatch(part) or _is_plain(part) for part in parts)
     number = _PLAIN.fullmatch(_SPACES.sub("", _split_unit(text)[0]))
