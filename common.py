@@ -3123,7 +3123,7 @@ _STATEMENT = re.compile(r"(?!(?:.* (?:is(?! divided)|are|equals) ){2})[A-Z][^=]*
 # before it (Minimum = 1, maximum = 3), and the words after it leave it what it is
 _ENDING = re.compile(r"""
     (?! .* (?: [\\≠<>] | [a-z][ ]?=[^=]*\d,[ ][a-z]+[ ]?=
-             | (?<![a-zA-Z'’]) (?: [b-wyzB-HJ-WYZ] | [xX](?![ ]?[\d(.]) ) (?![a-zA-Z'’]) ) )
+             | (?<![a-zA-Z'’]) (?: [b-wyz] | (?<![a-z]{4}[ ]) [B-HJ-WYZ] | [xX](?![ ]?[\d(.]) ) (?![a-zA-Z'’]) ) )
     [A-Z] (?= .*[a-z]{2} ) .* (?: [\d)] | [a-z]{3} ) [ ]?=[ ]? ( -?\d[\d.]*(?:/\d+)? )
     (?: [ ]? (?! (?: and | or | pi | squared | cubed | half | dozen | [a-z]*(?:hundred|thousand|illion) )\b )
         [a-zA-Z%'’] (?: \^[23] | [^\d=] )* )?
