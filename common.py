@@ -3308,9 +3308,6 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     # x=1, y=2, x=2, y=1 is (1,2), (2,1)
     (rf"^([a-z]){_ENTRY}, ?(?!\1)([a-z]){_ENTRY}(?:, ?\1{_ENTRY}, ?\3{_ENTRY})+$",
      lambda pairs: re.sub(rf"\w{_ENTRY}, ?\w{_ENTRY}", r"(\1,\2)", pairs[0])),
-    # (n,k) = (4,3) is n = 4, k = 3
-    (r"^\(([a-z]), ?([a-z])\) ?= ?\(([^(),=]+),([^(),=]+)\)$", lambda pair: pair[0]
-     if ord(pair[2]) - ord(pair[1]) in (1, 2) else f"{pair[1]} = {pair[3]}, {pair[2]} = {pair[4]}"),
     # matrices: \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} is [[1,2],[3,4]]; a factor before one goes to each entry
     (r"[(\[]?\s*\\begin\{\w*\}(?:\{[clr|]*\})?", "[["),
     (r"(?:\\\\\s*)?\\end\{\w*\}\s*[)\]]?", "]]"),
