@@ -3138,7 +3138,7 @@ def is_equivalent(prediction, answer) -> bool:
     """
     if prediction is None or answer is None:
         return False
-    a, b = (extract_answer(side) or str(side) for side in (prediction, answer))
+    a, b = (text if _DECIMAL.fullmatch(text) else extract_answer(text) or text for text in (str(prediction), str(answer)))
     if max(len(a), len(b)) > LONGEST_ANSWER:
         return a.strip() == b.strip() != ""
     if _DECIMAL.fullmatch(a) and _DECIMAL.fullmatch(b):  # most pairs: a tenth of the time
@@ -3191,7 +3191,7 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
         return re.sub(r"(?<=\d)[a-zA-Z]+$", "", text.strip("+()[]"))
 
     def copied(formula):
-        return _FORMULA.search(formula) and re.search(rf"(?<![\d.]){re.escape(formula)}(?!\d)", question)
+        return _FORMULA.search(formula) and re.search(rf"(?<![\d.]){re.escape(formula)}(?!\d)", plain(prompt))
 
     def worked_out(said, meant):
         short, long = sorted((plain(said), plain(meant)), key=len)
@@ -3200,12 +3200,14 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
         # a matrix may have a factor in front, which `_clean` has left to work out in its entries
         if re.search(r"\d", meant) and "[[" not in meant and _is_plain(meant) and not _is_plain(said):
             return False
-        formula = plain(answer if said == value else said)
+        formula = plain(answer if said == value else said)  # as typed, if it is the whole answer
         sides = [formula] if "=" in meant else formula.split("=")
         return not (copied(sides[-1]) and (_is_name(sides[0]) or copied(sides[0])))
 
+    if answer == gold:  # most right answers
+        return True
     answer, gold = ((extract_answer(side) or side)[:LONGEST_ANSWER] for side in (answer, gold))
-    value, question = _clean(answer), plain(prompt)
+    value = _clean(answer)
     return any(_same(said, meant) and worked_out(said, meant) for said, meant in _pairs(value, _clean(gold)))
 
 
