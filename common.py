@@ -3112,7 +3112,7 @@ _OPTION = re.compile(r"""
 _VERDICT = re.compile(  # Yes, it converges; not "Yes, if n is odd"
     r"(yes|no|true|false)[,.;] (?!.*\b(?:but|or|if|unless|yes|no|true|false)\b).+", re.I)
 _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; nothing that may change the number
-    (?! All[ ] | .*[ ][-/][ ] | .*(?<![\w'])(?: but | minus | negative
+    (?! All[ ] | .*[ ][-/][ ] | .*n't[ ] | .*(?<![\w'])(?: but | minus | negative
         | than(?=[ ]-?\d) | most | least | half | twice | double | triple | none | dozen | pi | sqrt | log | mod
         | [b-zB-HJ-Z] )\b )
     (?: (?:[A-Z][\w'.-]*|the)[ ]?,?[ ] )+ [a-z']+[ ]?,?[ ] (?: [\w ',.;:/$-] | (?<=[a-z]{2})\^ )*
@@ -3159,7 +3159,7 @@ def _readings(text: str) -> list[str]:
     if option := _OPTION.fullmatch(text):
         return [option[1], _clean(option[2])]
     said = [verdict[1]] if (verdict := _VERDICT.fullmatch(text)) else []
-    if re.search(r"(?i)\b(?:not|never|cannot)\b|n't\b", text):
+    if re.search(r"(?i)\b(?:not|never|cannot)\b", text):
         return said
     if _SENTENCE.fullmatch(text) and len(numbers := _NUMBER.findall(text)) == 1:  # a sentence, with its only number
         said += numbers
