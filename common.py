@@ -3123,9 +3123,10 @@ _STATEMENT = re.compile(r"(?!(?:.* (?:is(?! divided)|are|equals) ){2})[A-Z][^=]*
 # before it (Minimum = 1, maximum = 3), and the words after it leave it what it is
 _ENDING = re.compile(r"""
     (?! .* (?: [\\≠<>] | [a-z][ ]?=[^=]*\d,[ ][a-z]+[ ]?=
-             | (?<![a-zA-Z'’]) (?: [b-wyz] | (?<![a-z]{4}[ ]) [B-HJ-WYZ] | [xX](?![ ]?[\d(.]) ) (?![a-zA-Z'’]) ) )
+             | (?<![a-zA-Z'’]) (?: [b-wyz] | (?<![a-z]{4}[ ]) [B-HJ-WYZ] | [xX](?![ ]?[\d(.]) ) (?![a-zA-Z'’]) .*= ) )
     [A-Z] (?= .*[a-z]{2} ) .* (?: [\d)] | [a-z]{3} ) [ ]?=[ ]? ( -?\d[\d.]*(?:/\d+)? )
-    (?: [ ]? (?! (?: and | or | pi | squared | cubed | half | dozen | [a-z]*(?:hundred|thousand|illion) )\b )
+    (?: [ ]? (?! (?: [b-zB-HJ-Z] | and | or | pi | squared | cubed | half | dozen
+                     | [a-z]*(?:hundred|thousand|illion) )\b )
         [a-zA-Z%'’] (?: \^[23] | [^\d=] )* )?
     """, re.X)
 _NUMBER = re.compile(r"(?<!\S)-?\.?\d(?:\S*\w)?")  # a word that begins with a number: 18, .5, 1/2, 18/day
@@ -3191,7 +3192,8 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
         return re.sub(r"(?<=\d)[a-zA-Z]+$", "", text.strip("+()[]"))
 
     def copied(formula):
-        return _FORMULA.search(formula) and re.search(rf"(?<![\d.]){re.escape(formula)}(?!\d)", plain(prompt))
+        question = plain(f"?{prompt}?")  # so that no bracket at its ends is left off
+        return _FORMULA.search(formula) and re.search(rf"(?<![\d.]){re.escape(formula)}(?!\d)", question)
 
     def worked_out(said, meant):
         short, long = sorted((plain(said), plain(meant)), key=len)
@@ -3202,7 +3204,7 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
             return False
         formula = plain(answer if said == value else said)  # as typed, if it is the whole answer
         sides = [formula] if "=" in meant else formula.split("=")
-        return not (copied(sides[-1]) and (_is_name(sides[0]) or copied(sides[0])))
+        return not (copied(sides[-1]) and (_is_name(said.split("=")[0]) or copied(sides[0])))
 
     if answer == gold:  # most right answers
         return True

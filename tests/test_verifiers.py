@@ -538,6 +538,9 @@ def test_no_text_raises_or_takes_long(text):
     ("1/4+1/4", "1 / 2", "", False), ("50\\frac72", "53.5", "50 + 7/2", False), ("50 7/2", "53.5", "", False),
     ("(5^3)", "125", "What is $5^3$?", False), ("+5^3", "125", "What is $5^3$?", False),
     ("((6/8))", "\\frac34", "Simplify $\\frac{6}{8}$.", False),
+    ("y=(x+1)^2", "x^2+2x+1", "(x+1)^2 = ?", False), ("y=(x+1)(x-1)", "x^2-1", "$(x+1)(x-1)$", False),
+    ("f(2)=5^3", "125", "What is $5^3$?", False), ("f(2)=\\sqrt{50}", "5\\sqrt2", "Simplify $\\sqrt{50}$.", False),
+    ("(C) 57+68", "125", "57+68=? (A) 125 (C) 57+68", False),
     # a gold answer that is a choice: its letter, or what it stands for
     ("68+57", "\\textbf{(C)}\\ 125", "57+68=?", False), ("C", "\\textbf{(C)}\\ 125", "57+68=?", True),
     ("x=125", "(C) 125", "", True), ("(C) 125", "(C) 125", "", True), ("\\text{C}", "(C) 125", "", True),
