@@ -3215,7 +3215,7 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
 
 def _is_plain(text: str) -> bool:
     """Whether every part of a cleaned answer is a number in its last form, such as 125, 5/2 or 2∔1/2, or an equation
-    that ends in one, such as 57+68 = 125. Not 57+68, 250/2 or 1∔3/2."""
+    with such a number at one end, such as 57+68 = 125. Not 57+68, 250/2 or 1∔3/2."""
     if not text:
         return False
     kind, parts = _parts(text)
