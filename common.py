@@ -3139,7 +3139,8 @@ def is_equivalent(prediction, answer) -> bool:
     """
     if prediction is None or answer is None:
         return False
-    a, b = (text if _DECIMAL.fullmatch(text) else extract_answer(text) or text for text in (str(prediction), str(answer)))
+    sides = str(prediction), str(answer)
+    a, b = (side if _DECIMAL.fullmatch(side) else extract_answer(side) or side for side in sides)
     if max(len(a), len(b)) > LONGEST_ANSWER:
         return a.strip() == b.strip() != ""
     if _DECIMAL.fullmatch(a) and _DECIMAL.fullmatch(b):  # most pairs: a tenth of the time

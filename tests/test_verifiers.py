@@ -577,8 +577,8 @@ def test_a_heading_alone_is_no_answer(word):
     assert extract_answer(f"\\boxed{{18}}\n#### {word}") == extract_answer(f"\\boxed{{18}}\nAnswer: {word} 1") == "18"
 
 
-@pytest.mark.parametrize("word", "not never cannot but minus negative most least half twice double triple none dozen pi "
-                         "sqrt log mod".split())
+@pytest.mark.parametrize("word", "not never cannot but minus negative most least half twice double triple none dozen "
+                         "pi sqrt log mod".split())
 def test_words_that_may_change_the_number_of_a_sentence(word):
     assert is_equivalent("Janet makes 18 every day", "18")
     assert not is_equivalent(f"Janet makes {word} 18 every day", "18")
