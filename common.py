@@ -3046,7 +3046,8 @@ _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\
 
 
 def extract_answer(text, closed_only: bool = False) -> str | None:
-    """The final answer of a completion, or None. What follows a </think> counts first. In order of precedence:
+    """The final answer of a completion, or None: what follows a </think>, if it gives one, else the whole text. In
+    order of precedence:
 
     1. <answer>18</answer>, \\boxed{18}, `#### 18` (a line, or the end of the text), `# Answer` (18 may follow below),
        `Answer: 18` or `A: 18`: whichever ends last. They may stand in one another: <answer>\\boxed{18}</answer>.
@@ -3091,7 +3092,7 @@ def _in_boxes(text: str) -> list[tuple[int, str]]:
     for box in _BOX.finditer(text):
         if answer := box[1].strip():
             between = _BETWEEN_BOXES.sub("", text[found[-1][0] + 1:box.start()]) if found else ""
-            if re.fullmatch(r",|(?:,?and|or)(?:\w=)?", between):  # x = \boxed{1} and x = \boxed{2}
+            if re.fullmatch(r",|(?:,?and|or)(?:\w=)?", between):  # x = \boxed{1} and y = \boxed{2}
                 answer = f"{found[-1][1]}, {answer}"
             found.append((box.end(1), answer))
     return found
@@ -3135,7 +3136,7 @@ _NUMBER = re.compile(r"(?<!\S)-?\.?\d(?:\S*\w)?")  # a word that begins with a n
 def is_equivalent(prediction, answer) -> bool:
     """Whether two answers mean the same: numbers by exact value, sets and lists of up to 20 solutions in any order,
     tuples and intervals in theirs, formulas by their value at three points, text by its letters. Never a tolerance for
-    decimals, never a factor of 100: 50% is 50, not 0.5.
+    decimals (only roots, π and the like are rounded, to eleven digits), never a factor of 100: 50% is 50, not 0.5.
     """
     if prediction is None or answer is None:
         return False
