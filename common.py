@@ -1784,10 +1784,10 @@ def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
     """Say so when a step's advantages are all 0 (ppo.py passes how far rewards are from the first one, dpo.py a 1 for
     each pair), and what to try: it is no bug, but its rewards teach nothing."""
     if not advantages.any():
-        say(f"step {step} teaches nothing: the rewards are equal within every group (PPO: in the whole step; DAPO: no "
-            "group is both right and wrong). If this goes on, try easier or harder problems, a larger group (PPO: more "
-            "prompts), a higher --temperature, more --max_new_tokens, or --format_reward 0.1 to begin with (DAPO: with "
-            "--no_dynamic_sampling)")
+        say(f"step {step} teaches nothing: the rewards are equal within every group (PPO: in the whole step, which "
+            "leaves the KL penalty and noise; DAPO: no group is both right and wrong). If this goes on, try easier or "
+            "harder problems, a larger group (PPO: more prompts), a higher --temperature, more --max_new_tokens, or "
+            "--format_reward 0.1 to begin with (DAPO: with --no_dynamic_sampling)")
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -2758,7 +2758,7 @@ def check_config(cfg) -> None:
 
 def warn_of_defaults(cfg) -> None:
     """Say which flags of a real model's run still have a default that suits the tiny model."""
-    sizes = ["lr", "value_lr", "overlong_buffer"]
+    sizes = ["lr", "value_lr", "overlong_buffer", "lam", *(["kl_coef"] if hasattr(cfg, "lam") else [])]  # PPO's β
     if getattr(cfg, "on_policy", True) or cfg.eval_problems or is_built_in(cfg.data):  # else dpo.py samples nothing
         sizes.append("max_new_tokens")
     defaults = [f"--{size} {value}" for size, value in vars(cfg).items()
@@ -3029,7 +3029,8 @@ _PHRASE = re.compile(r"""
     ^.* (?: answers? | correct[ ](?:option|choice) )
     (?: ,?[ ](?: \( | (?: to | in | as | expressed | rounded )[ ] ) [^\n:=]{,50} )?
     (?: [ ](?: is | are | (?:should|must|would|will)[ ]be )
-        (?: [ ](?: simply | just | indeed | actually | only | equal[ ]to | given[ ]by ) )?
+        (?: [ ](?: simply | just | indeed | actually | only | then | thus | therefore | equal[ ]to
+              | given[ ]by ) )?
         | [ ]equals | \**: | [ ]= )
     :? \** \s* (?: \}\s*(?![])}>.]) | (?<=\n)[-•][ ]+ )?
     (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
@@ -3040,8 +3041,9 @@ _PHRASE = re.compile(r"""
 # The total is:\n$$x = 5$$; or She makes $18 a day.
 _UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*"
                             r"(?:[A-Z].*:\s*(?:\\\[|\$\$)\s*(?=\S)|(?=[A-Z].*\d))(.+)", re.M)
-_CONCLUSION = re.compile(r"(?:.*[.!?]\s)?\W*((?:So|Thus|Therefore|Hence),? (?=.*\d).+\.[*$]*)")  # of the last line
-_MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<\|\w+\|>"
+_CONCLUSION = re.compile(  # of the last line
+    r"(?:.*[.!?]\s)?\W*((?:So|Thus|Therefore|Hence|In total|Altogether),? (?=.*\d).+\.[*$]*)")
+_MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<[|｜][\w▁]+[|｜]>|<(?:eos|end_of_turn)>"
                     r"|\.?\s?I hope (?:it|this) is correct.*| ?(?:[✅✓✔]\ufe0f?|\\checkmark)")  # **18**</s> ✅; not x**2
 
 
@@ -3299,9 +3301,9 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?<=[\w)}\] ])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
     (r"(?<=[\w)}\]]) ?\( ?\w ?∈ ?[NRZ](?: ?[_^] ?\{? ?[*+] ?\}?)? ?\)", ""),
     (r"_\{1, ?2\} ?(?==)", ""),  # x_{1,2} = 1 ± \sqrt2
-    # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 base 2
+    # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 in base 2
     (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),
-    (r"[({]([\dA-F]\w*)[)}] ?(?=_[\d{])| ?\(?\bbase (\d+)\)?", lambda base: base[1] or f"_{base[2]}"),
+    (r"[({]([\dA-F]\w*)[)}] ?(?=_[\d{])| ?\(? ?\b(?:in )?base (\d+) ?\)?", lambda base: base[1] or f"_{base[2]}"),
     # \begin{cases} x = 1 \\ y = 2 \end{cases} is x = 1, y = 2; of 1 & n = 1 \\ n & n > 1 each row is a pair
     (r"‹ ?\\begin\{(array|aligned|\w?matrix)\}(?:\{[clr|]*\})?((?:(?!\\end|‹).)*)\\end\{\1\}(?![^‹]*›)",
      r"\\begin{cases}\2\\end{cases}"),
@@ -3400,6 +3402,8 @@ def _same(a: str, b: str, depth: int = 0) -> bool:
             return _same_value(a_parts[0], b_parts[0])
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):  # what `_values` cannot read
         return False
+    if a_kind + b_kind == "" and 1 in (len(a_parts), len(b_parts)) and "=" not in a + b:  # 7/2 or 3.5: one twice
+        return all(_same(x, y, depth + 1) for x in a_parts for y in b_parts)
     if len(a_parts) != len(b_parts):
         return False
     if depth or len(a_parts) > LONGEST_LIST or not {a_kind, b_kind} <= {"", "‹›"}:

@@ -1,4 +1,9 @@
-"""DAPO, Decoupled Clip and Dynamic sAmpling Policy Optimization (Yu et al. 2025, arXiv:2503.14476): grpo.py with
+"""DAPO, Decoupled Clip and Dynamic sAmpling Policy Optimization (Yu et al. 2025, arXiv:2503.14476):
+
+    maximize  1/Σ|o_j| Σ_{i,t}  min(ρ Â, clip(ρ, 1 − ε_low, 1 + ε_high) Â)                                   (eq. 8)
+    where     ρ = π(o_{i,t}) / π_old(o_{i,t}),  Â = (R_i − mean(R)) / std(R) over the prompt's group         (eq. 9)
+
+This is grpo.py with
 
     clip     1 ± ε          →  1 − ε_low, 1 + ε_high        dapo_loss               (eq. 10)
     groups   all            →  those with 0 < correct < G   dynamic_sampling        (eq. 11)
@@ -128,6 +133,7 @@ def dapo_loss(logprobs, old_logprobs, advantages, weights, clip_low: float, clip
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
     advantages = advantages.detach().reshape(len(logprobs), -1).where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
+    # While π is still π_old, ρ is 1, but its gradient is ∇log π: that of the loss is then −Σ w Â ∇log π, REINFORCE's.
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss = -(weights * torch.min(unclipped, clipped)).sum()

@@ -1,4 +1,9 @@
-"""Dr. GRPO, "GRPO done right" (Liu et al. 2025, arXiv:2503.20783): grpo.py with
+"""Dr. GRPO, "GRPO done right" (Liu et al. 2025, arXiv:2503.20783):
+
+    maximize  1/N Σ_i 1/L_max Σ_t  min(ρ Â, clip(ρ, 1 − ε, 1 + ε) Â)
+    where     ρ = π(o_{i,t}) / π_old(o_{i,t}),  Â = R_i − mean(R) over the prompt's group
+
+This is grpo.py with
 
     advantage   (R − mean) / std  →  R − mean         group_advantages: no extra weight for easy and hard questions
     weight      1 / (N·|o_i|)     →  1 / (N·L_max)    token_weights: no discount for long wrong answers
@@ -73,6 +78,7 @@ def dr_grpo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
     advantages = advantages.detach().reshape(len(logprobs), -1).where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
+    # While π is still π_old, ρ is 1, but its gradient is ∇log π: that of the loss is then −Σ w Â ∇log π, REINFORCE's.
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
     loss = -(weights * torch.min(unclipped, clipped)).sum()

@@ -76,6 +76,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, weights, clip_ep
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
     advantages = advantages.detach().reshape(len(logprobs), -1).where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
+    # While π is still π_old, ρ is 1, but its gradient is ∇log π: that of the loss is then −Σ w Â ∇log π, REINFORCE's.
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
     loss = -(weights * torch.min(unclipped, clipped)).sum()
@@ -83,7 +84,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, weights, clip_ep
              "approx_kl": common.masked_mean(ratio - 1 - log_ratio, active)}  # an estimate of KL(π_old‖π)
     if kl_coef > 0:  # otherwise ref_logprobs is not read
         log_ref_ratio = (ref_logprobs.detach() - logprobs).where(active, 0.0).clamp(max=20)  # log(π_ref/π)
-        kl = log_ref_ratio.exp() - log_ref_ratio - 1  # k3: never negative; its mean over samples of π is KL(π‖π_ref)
+        # k3: never negative. Over samples of π its mean is KL(π‖π_ref), but the mean of its gradient is ∇KL(π_ref‖π).
+        kl = log_ref_ratio.exp() - log_ref_ratio - 1
         loss = loss + kl_coef * (weights * kl).sum()
         stats["kl"] = common.masked_mean(kl, active)
     return loss, stats

@@ -94,10 +94,11 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(Â − mean) / std over all tokens of the mask: [N, T] -> [N, T], 0 outside the mask, and 0 if all are equal.
 
-    Pass all tokens of an optimizer step together: per micro-batch or per rank, it would be another algorithm. The PPO
-    and InstructGPT papers do not mention whitening. OpenAI's baselines (ppo2) and lm-human-preferences whiten each
-    minibatch too, but on each rank by itself; N+ whitens each rank's whole rollout. Before GAE, lm-human-preferences
-    (N+: optionally) also scales the token rewards to std 1 around their mean (`whiten_rewards`); this script does not.
+    Pass all tokens of an optimizer step together: per micro-batch or per rank, it would be another algorithm. Where the
+    rewards hardly differ, what is left is mostly the critic's error, and gets std 1 as well. The PPO and InstructGPT
+    papers do not mention whitening. OpenAI's baselines (ppo2) and lm-human-preferences whiten each minibatch too, but
+    on each rank by itself; N+ whitens each rank's whole rollout. Before GAE, lm-human-preferences (N+: optionally) also
+    scales the token rewards to std 1 around their mean (`whiten_rewards`); this script does not.
     """
     count = mask.sum().clamp(min=1)
     mean = advantages.where(mask, 0.0).sum() / count
@@ -125,6 +126,7 @@ def ppo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
     advantages = advantages.detach().where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
+    # While π is still π_old, ρ is 1, but its gradient is ∇log π: that of the loss is then −Σ w Â ∇log π, REINFORCE's.
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
     loss = -(weights * torch.min(unclipped, clipped)).sum()
@@ -136,7 +138,8 @@ def ppo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):
 def value_loss(values, old_values, returns, weights, clip_eps: float):
     """Σ_{i,t} w · ½ max((V − V̂)², (clip(V, V_old ± ε_v) − V̂)²). Returns (loss, stats).
 
-    As with the policy's clip, a value that has moved more than ε_v towards its return gets no gradient to move further.
+    As with the policy's clip, a value that has moved more than ε_v towards its return gets no gradient to move further
+    (nor back, until it is as far beyond its return as the clipped value is short of it).
     All tensors are [B, T]. Gradients flow into `values` only. Where a weight is 0, the other tensors may hold
     anything, even NaN.
     """

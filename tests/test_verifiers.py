@@ -24,6 +24,7 @@ from common import SYSTEM_PROMPT, extract_answer, format_reward, is_equivalent, 
     ("**The answer is 5.**", "5"), ("The answer is not clear. The answer is 6 because 5+1=6.", "6"),
     ("The answer is 5 apples, and the final answer is 6.", "6"), ("So the answer is:\n\n$5.50", "$5.50"),
     ("Answer: Let us see.\n2+2=4\n#### 4", "4"), ("#### 18</s>", "18"), ("The answer is 18<|im_end|>", "18"),
+    ("#### 18<end_of_turn><eos>", "18"), ("#### 18<｜end▁of▁sentence｜>", "18"),
     ("The answer is $5$, as desired.", "$5$"), ("So the answer is 18 apples, which is less than 20.", "18 apples"),
     ("#### 3\nWait.\n#### 4", "4"), ("**Final Answer**\n\n\\[ \\boxed{5} \\]", "5"),
     ("**Answer:**\n42", "42"), ("## Final Answer:\n\n\\[\n42\n\\]", "42"), ("**Final answer: 42**", "42"),
@@ -88,7 +89,9 @@ def test_the_last_answer_is_extracted(text, answer):
     ("- **Therefore, she earns $460.**", "Therefore, she earns $460.", "460"),
     ("\\boxed{5}? no.</think>\n\nThus, it is $6$.", "Thus, it is $6$.", "6"),
     ("Hence the pair is $(7, 6)$.", "Hence the pair is $(7, 6)$.", "(7,6)"),
-    ("So we get 9 x $2 = $18.", "So we get 9 x $2 = $18.", "18")])
+    ("So we get 9 x $2 = $18.", "So we get 9 x $2 = $18.", "18"),
+    ("4+5 = 9. In total, they ate 9 figs.", "In total, they ate 9 figs.", "9"),
+    ("Altogether she pays $9.", "Altogether she pays $9.", "9")])
 def test_a_last_sentence_that_concludes_is_an_answer_but_not_in_training(text, conclusion, answer):
     assert extract_answer(text) == conclusion and is_equivalent(conclusion, answer)
     assert not is_equivalent(conclusion.replace(answer[-1], "4"), answer)
@@ -213,6 +216,8 @@ SAME = [
     ("x\\in(-\\infty,2)\\text{ or }x\\in(3,\\infty)", "(-\\infty,2)\\bigcup(3,\\infty)"),
     ("(x,y) \\in \\{(1,2),(3,4)\\}", "(3,4),(1,2)"), ("\\{x \\mid x \\ne 3\\}", "x \\neq 3"),
     ("(1010)_2", "1010_2"), ("1010 \\text{ (base 2)}", "1010_{2}"), ("1010\\text{ base 2}", "1010"),
+    ("1010\\text{ in base 2}", "1010_2"), ("1010\\ (\\text{in base }2)", "1010_2"),
+    ("\\frac72 \\text{ or } 3.5", "\\frac{7}{2}"), ("17/3 or 5 2/3", "\\frac{17}{3}"), ("0.5, 1/2", "1/2"),
     ("\\boldsymbol{5}", "5"), ("\\bf 5", "5"), ("\\textsf{Navin}", "Navin"), ("5\\rm\\ cm", "5"),
     ("0.1\\bar{6}", "1/6"), ("0. \\overline{6}", "2/3"), ("x_{1,2}=6\\pm\\sqrt5", "6\\pm\\sqrt5"),
     ("5 lb", "5 pounds"), ("5 lbs", "5 pounds"), ("3 oz", "3 ounces"), ("1 foot", "1 feet"),
@@ -332,6 +337,7 @@ def test_the_same_answer_written_another_way(a, b):
     ("So 2x = 10", "10"), ("So the circle is x^2 + y^2 = 25", "25"),
     ("He does not pay 9 eggs x $2 = $18", "18"), ("They sell 3 boxes x 2 = 6 dozen", "6"),
     ("5 m", "5 cm"), ("2/sqrt(a)", "2"), ("2/arcsin(a)", "2"), ("5 min", "5 miles"), ("1 < 2", "(1,2)"), ("x=y", "0=0"),
+    ("7/2 or 3.6", "7/2"), ("1010 in base 2", "1010_3"), ("A or B", "A"), ("1, 2", "1, 2, 2"),
     ("421", "4210_5"), ("2516_9", "2516_8"), ("5 million", "5"), ("x+3m", "x+3"), ("3+3 = 5", "5"), ("12^{th}", "13"),
     ("\\sqrt2 \\approx 1.41", "1.41"), ("(A) 5", "(B)"), ("(A) 5", "(A) 6"), ("\\dot{x}", "x"), ("(A) B", "A"),
     ("(A) 5, (B) 6", "5"), ("B)", "A"),
@@ -539,6 +545,7 @@ def test_no_text_raises_or_takes_long(text):
     ("(5^3)", "125", "What is $5^3$?", False), ("+5^3", "125", "What is $5^3$?", False),
     ("((6/8))", "\\frac34", "Simplify $\\frac{6}{8}$.", False),
     ("y=(x+1)^2", "x^2+2x+1", "(x+1)^2 = ?", False), ("y=(x+1)(x-1)", "x^2-1", "$(x+1)(x-1)$", False),
+    ("125 or 57+68", "125", "57+68=?", False), ("125 or 125.0", "125", "57+68=?", True),
     ("f(2)=5^3", "125", "What is $5^3$?", False), ("f(2)=\\sqrt{50}", "5\\sqrt2", "Simplify $\\sqrt{50}$.", False),
     ("(C) 57+68", "125", "57+68=? (A) 125 (C) 57+68", False),
     # a gold answer that is a choice: its letter, or what it stands for
@@ -585,7 +592,8 @@ def test_words_that_may_change_the_number_of_a_sentence(word):
 
 
 @pytest.mark.parametrize("verb", ["is", "are", "should be", "must be", "would be", "will be", "equals", "is simply",
-                                  "is just", "is indeed", "is actually", "is only", "is equal to", "is given by", "="])
+                                  "is just", "is indeed", "is actually", "is only", "is equal to", "is given by", "=",
+                                  "is then", "is thus", "is therefore"])
 @pytest.mark.parametrize("reason", ["", " because", " since", ", so", ", as", ", which"])
 def test_ways_to_say_the_answer_and_why(verb, reason):
     assert extract_answer(f"I think the answer {verb} 18{reason and reason + ' 9+9 is that'}.") == "18"
