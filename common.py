@@ -189,6 +189,9 @@ def say(message: str) -> None:
         tqdm.write(message, file=sys.stderr)
 
 
+say_once = functools.cache(say)  # the same message only once
+
+
 # ---------------------------------------------------------------------------------------------------- sampling
 
 @dataclass
@@ -1704,11 +1707,6 @@ def load_reward_function(spec: str):
     if not callable(function):
         raise UserError(f"--reward {spec}: {path} has no function {name}")
 
-    @functools.cache  # once
-    def say_graded():
-        say(f"--reward {spec} gives graded rewards: accuracy and DAPO's groups count those above 0 as correct; to say "
-            "what is correct, return a pair (reward, correct)")
-
     def checked(problem: Problem, completion: str) -> tuple[float, bool]:
         try:
             with contextlib.chdir("."), torch.enable_grad(), ctrl_c_blocked():
@@ -1723,9 +1721,10 @@ def load_reward_function(spec: str):
         reward, correct = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         if not is_number(reward) or not isinstance(correct, (bool, np.bool_, types.NoneType)):
             raise UserError(f"--reward {spec} returned {returned!r:.100}, want a finite float or int, or a pair of it "
-                            f"and a bool, on row {problem.row!r:.300}")
+                            f"and a bool, on row {problem.row!r:.300}, completion {completion!r:.200}")
         if correct is None and reward not in (-1, 0, 1):
-            say_graded()
+            say_once(f"--reward {spec} gives graded rewards: accuracy and DAPO's groups count those above 0 as correct; "
+                     "to say what is correct, return a pair (reward, correct)")
         return float(reward), bool(reward > 0 if correct is None else correct)
     return checked
 
@@ -1785,9 +1784,10 @@ def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
     each pair), and what to try: it is no bug, but its rewards teach nothing."""
     if not advantages.any():
         say(f"step {step} teaches nothing: the rewards are equal within every group (PPO: in the whole step, which "
-            "leaves the KL penalty and noise; DAPO: no group is both right and wrong). If this goes on, try easier or "
-            "harder problems, a larger group (PPO: more prompts), a higher --temperature, more --max_new_tokens, or "
-            "--format_reward 0.1 to begin with (DAPO: with --no_dynamic_sampling)")
+            "leaves the KL penalty and noise; DAPO: no group is both right and wrong)")
+        say_once("if this goes on, try easier or harder problems, a larger group (PPO: more prompts), a higher "
+                 "--temperature, more --max_new_tokens, or --format_reward 0.1 to begin with (DAPO: with "
+                 "--no_dynamic_sampling)")
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -1830,9 +1830,10 @@ class Meter:
             self.sums[name] = total + value * weight, weights + weight
 
     def means(self) -> dict[str, float]:
-        """Collective."""
-        sums = torch.tensor([[float(s), float(w)] for s, w in self.sums.values()], dtype=torch.float64)
-        return {name: s / w if w else math.nan for name, (s, w) in zip(self.sums, sum_over_ranks(sums).tolist())}
+        """Collective. A metric that some ranks have not added, or in another order, counts too."""
+        names = list(dict.fromkeys(gather_in_order(list(self.sums))))
+        sums = torch.tensor([[*map(float, self.sums.get(name, (0, 0)))] for name in names], dtype=torch.float64)
+        return {name: s / w if w else math.nan for name, (s, w) in zip(names, sum_over_ranks(sums).tolist())}
 
 
 class Run:
@@ -2101,7 +2102,11 @@ class Run:
 
     def end_step(self, step: int, metrics: dict[str, float]) -> None:
         """Log the step, save if it is time to, and stop the run if it has to stop. Collective."""
-        metrics = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+        metrics = dict(metrics)
+        for name, value in metrics.items():
+            with one_line_errors(f"metric {name}: want a single number, not {value!r:.80}", TrainingFailed):
+                metrics[name] = value.item() if hasattr(value, "item") else value
+                math.isfinite(metrics[name])
         metrics |= {"epoch": self.data.position / len(self.data.items)}
         if rank() == 0:
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -2714,12 +2719,16 @@ def parse_config(Config, args: list[str]):
     if args and re.fullmatch(r"[^-].*\.(ya?ml|json)", args[0]):
         with one_line_errors(f"{args[0]}: want a YAML or JSON mapping from flag names to values"):
             import yaml
-            read = json.loads if args[0].endswith(".json") else yaml.safe_load
-            settings = read(Path(args[0]).read_bytes())
+            # BaseLoader leaves values as they are typed, like a command line: by YAML's rules `off` and `no` are False.
+            read = json.loads if args[0].endswith(".json") else functools.partial(yaml.load, Loader=yaml.BaseLoader)
+            settings = read(Path(args[0]).read_bytes()) or {}
+            if not isinstance(settings, dict):
+                raise UserError(f"{args[0]}: want a mapping from flag names to values, not a {type(settings).__name__}")
             if several := [name for name, value in settings.items() if isinstance(value, (list, dict))]:
                 raise UserError(f"{args[0]}: {several[0]}: want a single value")
-            args = [f"--{name}" if value is True and str(name).startswith("no_")  # such a flag takes no value
-                    else f"--{name}={value}" for name, value in settings.items() if value is not None] + args[1:]
+            given = [(name, str(value)) for name, value in settings.items() if value not in (None, "", "null")]
+            args = [f"--{name}" if name.startswith("no_") and value.lower() == "true"  # such a flag takes no value
+                    else f"--{name}={value}" for name, value in given] + args[1:]
     try:
         cfg, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
     except argparse.ArgumentError as error:  # its argument_name: --save_every/--save-every

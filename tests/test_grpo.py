@@ -2,6 +2,9 @@
 import json
 import math
 import re
+import sys
+import textwrap
+import types
 
 import pytest
 import torch
@@ -278,3 +281,19 @@ def test_the_reward_function_of_the_readme(tmp_path):
     start, step = read_metrics(tmp_path / "run")
     assert start["eval_accuracy"] < 0.65  # of the pairs: most rewards are above 0
     assert step["reward"] not in (0, 1)   # the run uses this reward, not the verifier's
+
+
+def test_the_lines_of_the_readme_that_log_the_parts_of_a_reward(tmp_path, monkeypatch):
+    lines = (ROOT / "README.md").read_text().split("To log its parts too")[1].split("```python\n")[1].split("```")[0]
+    source, below = (ROOT / "grpo.py").read_text(), "\n        # 6. Evaluate and save.\n"
+    assert source.count(below) == 1
+    module = types.ModuleType("grpo")
+    monkeypatch.setitem(sys.modules, "grpo", module)
+    exec(source.replace(below, "\n" + textwrap.indent(textwrap.dedent(lines), " " * 8) + below), module.__dict__)
+
+    def parts(row, completion):
+        return {"right": float(f"<answer>{row['answer']}</answer>" in completion), "length": len(completion)}
+    module.reward = types.SimpleNamespace(parts=parts)
+    run_script("grpo.py", "--steps", 1, "--prompts_per_step", 4, "--group_size", 4, "--output_dir", tmp_path / "run")
+    step = read_metrics(tmp_path / "run")[1]
+    assert step["reward_right"] == step["accuracy"] > 0 and step["reward_length"] > 10

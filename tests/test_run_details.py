@@ -452,6 +452,16 @@ def test_wandb_gets_every_metric(tmp_path, monkeypatch):
     assert ids[0] == ids[1] != ids[2]
 
 
+@pytest.mark.parametrize("value", [None, "x", torch.ones(2), np.ones(2)])
+def test_a_metric_that_is_no_number_is_named(tmp_path, value):
+    run = begin(tmp_path)[0]
+    with pytest.raises(common.TrainingFailed, match="metric mine: want a single number, not"):
+        run.end_step(1, {"loss": torch.tensor(0.5), "mine": value})
+    run.end_step(1, {"one": torch.ones(1), "np": np.float32(0.5), "int": 3, "bool": True, "nan": math.nan})
+    assert read_metrics(tmp_path / "run") == [
+        {"step": 1, "one": 1.0, "np": 0.5, "int": 3, "bool": True, "nan": None, "epoch": 0.0}]
+
+
 def test_an_epoch_is_a_pass_over_the_data(tmp_path):
     run = begin(tmp_path)[0]  # its data are two rows
     run.data.next(5)

@@ -383,7 +383,13 @@ def test_flags_from_a_file_and_help(tmp_path, capsys):
         common.parse_config(grpo.Config, ["--steps", "9", str(path)])
     with pytest.raises(common.UserError, match="other.yaml: a file of flags has to come first"):
         common.parse_config(grpo.Config, [str(path), str(path)])
-    for line, message in (("steps: true", "--steps: invalid int value"), ("thinking: on", "--thinking: invalid choice"),
+    # as on a command line, and not the booleans that YAML makes of these
+    path = write(path, "thinking: off\nsystem_prompt: no\ndivide_by_std: no\nlr: 1e-3\neval_data: null\n")
+    cfg = common.parse_config(grpo.Config, [str(path)])
+    assert (cfg.thinking, cfg.system_prompt, cfg.divide_by_std, cfg.lr, cfg.eval_data) == ("off", "no", False, 1e-3, "")
+    assert common.parse_config(grpo.Config, [str(write(path, "# steps: 7\n"))]) == grpo.Config()
+    for line, message in (("steps: true", "--steps: invalid int value"), ("- steps", "true.yaml: want a mapping .*list"),
+                          ("steps", "true.yaml: want a mapping .*str"), ("thinking: yes", "--thinking: invalid choice"),
                           ("no_divide_by_std: false", "--no_divide_by_std: ignored explicit argument")):
         with pytest.raises(common.UserError, match=message):
             common.parse_config(grpo.Config, [str(write(tmp_path / "true.yaml", line))])
@@ -962,6 +968,12 @@ def one_of_two(folder, runs):
                 common.token_logprobs(model, ids, mask, T)[0].sum().backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1)))
         assert norms[0] == pytest.approx(norms[1], rel=1e-4), norms
+
+    # Metrics that a rank adds in another order, or not at all
+    meter = common.Meter()
+    for name in ["right", "wrong"][::1 - 2 * rank] + ["first alone"][rank:]:
+        meter.add(1 + rank, **{name: len(name) + rank})
+    assert meter.means() == pytest.approx({"right": 17 / 3, "wrong": 17 / 3, "first alone": 11})
 
     def refuses(message, function, *args):
         with pytest.raises(common.UserError, match=message):
