@@ -135,6 +135,12 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def whole(value):
+    """The whole of a sharded tensor, such as a norm of gradients, of which each rank has a part. Collective. Anything
+    else as it is."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
 def gather_in_order(mine: list) -> list:
     """Concatenate every rank's list, in rank order: the inverse of dealing out by `my_share`."""
     if world_size() == 1:
@@ -1723,8 +1729,8 @@ def load_reward_function(spec: str):
             raise UserError(f"--reward {spec} returned {returned!r:.100}, want a finite float or int, or a pair of it "
                             f"and a bool, on row {problem.row!r:.300}, completion {completion!r:.200}")
         if correct is None and reward not in (-1, 0, 1):
-            say_once(f"--reward {spec} gives graded rewards: accuracy and DAPO's groups count those above 0 as correct; "
-                     "to say what is correct, return a pair (reward, correct)")
+            say_once(f"--reward {spec} gives graded rewards: accuracy and DAPO's groups count those above 0 as correct, "
+                     "unless it returns pairs (reward, correct)")
         return float(reward), bool(reward > 0 if correct is None else correct)
     return checked
 
@@ -1827,7 +1833,7 @@ class Meter:
     def add(self, weight, /, **values) -> None:
         for name, value in values.items():
             total, weights = self.sums.get(name, (0.0, 0.0))
-            self.sums[name] = total + value * weight, weights + weight
+            self.sums[name] = total + whole(value) * weight, weights + weight
 
     def means(self) -> dict[str, float]:
         """Collective. A metric that some ranks have not added, or in another order, counts too."""
@@ -2044,14 +2050,16 @@ class Run:
         is counted: see `end_step`. Returns loss, grad_norm (before clipping) and lr.
         """
         loss = sum_over_ranks(loss.clone()).item()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), self.cfg.max_grad_norm)
-        norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:  # not reached: several ranks get zeros, which move it by its momentum
+                    parameter.grad = torch.zeros_like(parameter)
+                if not isinstance(model, FSDPModule):  # which has summed them: this is a module of your own
+                    sum_over_ranks(parameter.grad)
+        norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), self.cfg.max_grad_norm)).item()
         lr = schedule.get_last_lr()[0]
         name = next(name for name, (trained, *_) in self.trained.items() if trained is model)
         if math.isfinite(norm) and math.isfinite(loss):
-            for parameter in model.parameters():  # not reached: several ranks get zeros, which move it by its momentum
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
             schedule.step()
             self.bad_steps[name] = 0
@@ -2105,7 +2113,7 @@ class Run:
         metrics = dict(metrics)
         for name, value in metrics.items():
             with one_line_errors(f"metric {name}: want a single number, not {value!r:.80}", TrainingFailed):
-                metrics[name] = value.item() if hasattr(value, "item") else value
+                metrics[name] = whole(value).item() if hasattr(value, "item") else value
                 math.isfinite(metrics[name])
         metrics |= {"epoch": self.data.position / len(self.data.items)}
         if rank() == 0:
@@ -2125,7 +2133,12 @@ class Run:
             say(f"step {step}: {', '.join(evaluation)}")
 
         self.next_step = step + 1
-        stop_signal = max(gather_in_order([self.stop_signal]))
+        drawn = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+        signals, drawn = zip(*gather_in_order([(self.stop_signal, drawn)]))
+        if len(set(drawn)) > 1:  # the next samples and minibatches would differ too, and nothing would show it
+            raise TrainingFailed(f"step {step}: the processes have drawn different numbers from torch's generator. All "
+                                 "have to draw the same: for a whole rollout [N, T], not for their micro-batches")
+        stop_signal = max(signals)
         if step and (stop_signal or self.failing or step % self.cfg.save_every == 0 or step == self.cfg.steps):
             self.save_checkpoint()
         if self.failing:

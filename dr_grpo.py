@@ -139,6 +139,8 @@ def main(cfg: Config) -> None:
                 loss.backward()
                 total_loss += loss.detach()
                 meter.add(mask.sum(), entropy=common.masked_mean(entropy, mask), **stats)
+            if update == 0:  # each process has recorded its own rows
+                old_logprobs[minibatch] = common.sum_over_ranks(old_logprobs[minibatch])
             meter.add(1, **run.optimizer_step(policy, optimizer, schedule, total_loss))
 
         # 5. Log.

@@ -89,11 +89,13 @@ def test_as_many_minibatches_as_completions():
 
 
 @pytest.mark.parametrize("script, flags, named", [
-    ("ppo", {}, {"lr", "value_lr", "max_new_tokens"}), ("dapo", {"lr": 1e-6}, {"overlong_buffer", "max_new_tokens"}),
+    ("ppo", {}, {"lr", "value_lr", "lam", "kl_coef", "max_new_tokens"}), ("grpo", {}, {"lr", "max_new_tokens"}),
+    ("dapo", {"lr": 1e-6}, {"overlong_buffer", "max_new_tokens"}),
     ("reward_model", {}, {"lr"}), ("dpo", {"data": "pairs.jsonl"}, {"lr"}), ("dpo", {}, {"lr", "max_new_tokens"}),
     ("dpo", {"data": "pairs.jsonl", "on_policy": True}, {"lr", "max_new_tokens"}),
     ("dpo", {"data": "pairs.jsonl", "eval_problems": "problems.jsonl"}, {"lr", "max_new_tokens"}),
-    ("ppo", {"lr": 1e-6, "value_lr": 1e-5, "max_new_tokens": 500}, set()), ("ppo", {"model": "tiny"}, set())])
+    ("ppo", {"lr": 1e-6, "value_lr": 1e-5, "lam": 1.0, "kl_coef": 0.05, "max_new_tokens": 500}, set()),
+    ("ppo", {"model": "tiny"}, set())])
 def test_defaults_that_suit_the_tiny_model_alone_are_named(script, flags, named, capsys):
     """dpo.py samples nothing where it only reads pairs, so then --max_new_tokens is none of them."""
     common.warn_of_defaults(importlib.import_module(script).Config(**{"model": "real", **flags}))

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -388,7 +389,7 @@ def test_flags_from_a_file_and_help(tmp_path, capsys):
     cfg = common.parse_config(grpo.Config, [str(path)])
     assert (cfg.thinking, cfg.system_prompt, cfg.divide_by_std, cfg.lr, cfg.eval_data) == ("off", "no", False, 1e-3, "")
     assert common.parse_config(grpo.Config, [str(write(path, "# steps: 7\n"))]) == grpo.Config()
-    for line, message in (("steps: true", "--steps: invalid int value"), ("- steps", "true.yaml: want a mapping .*list"),
+    for line, message in (("steps: true", "--steps: invalid int value"), ("- x", "true.yaml: want a mapping .*list"),
                           ("steps", "true.yaml: want a mapping .*str"), ("thinking: yes", "--thinking: invalid choice"),
                           ("no_divide_by_std: false", "--no_divide_by_std: ignored explicit argument")):
         with pytest.raises(common.UserError, match=message):
@@ -918,6 +919,17 @@ def run_in_two_processes(folder, scripts):
     return folder
 
 
+def train_on_other_minibatches(folder, out):
+    """grpo.py with an edit: its second pass reads other minibatches, so it needs the old log-probs of all rows."""
+    source, loop = (ROOT / "grpo.py").read_text(), "minibatches * cfg.updates_per_batch"
+    assert source.count(loop) == 1
+    module = types.ModuleType("grpo")
+    sys.modules["grpo"] = module
+    exec(source.replace(loop, "[*minibatches, *torch.randperm(len(advantages)).tensor_split(2)]"), module.__dict__)
+    script, *flags = map(str, small_runs(folder)("grpo"))
+    module.main(common.parse_config(module.Config, [*flags, "--steps", "2", "--output_dir", str(out)]))
+
+
 def one_of_two(folder, runs):
     """Stop each run after step 2 and resume it; then check what one process alone cannot show."""
     class Stopped(Exception):
@@ -935,6 +947,8 @@ def one_of_two(folder, runs):
         with contextlib.suppress(Stopped):
             module.main(common.parse_config(module.Config, flags))
         module.main(common.parse_config(module.Config, [*flags, "--resume"]))
+    with contextlib.suppress(Stopped):
+        train_on_other_minibatches(folder, folder / "other minibatches")
 
     def write_odd_models():
         random_model("Rwkv")[0].save_pretrained(rwkv)
@@ -969,7 +983,20 @@ def one_of_two(folder, runs):
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1)))
         assert norms[0] == pytest.approx(norms[1], rel=1e-4), norms
 
-    # Metrics that a rank adds in another order, or not at all
+    # A module that `shard` has not seen: each rank's half of the gradient counts.
+    linear = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(linear.weight)
+    sgd = torch.optim.SGD(linear.parameters(), lr=1.0)
+    own = linear, sgd, torch.optim.lr_scheduler.ConstantLR(sgd, 1.0)
+    (linear(torch.ones(1, 1)) * 0.25 * (1 + rank)).sum().backward()
+    assert FakeRun(grpo.Config(), own=own).optimizer_step(*own, torch.tensor(0.0))["grad_norm"] == pytest.approx(0.75)
+    assert linear.weight.item() == pytest.approx(-0.75)
+
+    # Metrics of sharded tensors; and those that a rank adds in another order, or not at all
+    weight = next(parameter for parameter in untied.parameters() if parameter.dim() == 2)
+    meter = common.Meter()
+    meter.add(1, norm=weight.norm())
+    assert meter.means()["norm"] == pytest.approx(common.whole(weight).norm().item()) != weight.to_local().norm().item()
     meter = common.Meter()
     for name in ["right", "wrong"][::1 - 2 * rank] + ["first alone"][rank:]:
         meter.add(1 + rank, **{name: len(name) + rank})
@@ -991,6 +1018,11 @@ def one_of_two(folder, runs):
         write(Path(cfg.output_dir, ".lock"), "")  # left by an earlier run
     run = common.Run(cfg)
     refuses("want a directory that all machines share", run.start, common.Shuffled([1], 0))
+    run.data, run.log, run.append = common.Shuffled([1], 0), lambda *a, **k: None, lambda *a: None
+    run.bar = SimpleNamespace(set_postfix=lambda *a, **k: None, update=lambda n: None)
+    run.end_step(1, {})
+    torch.rand(1 + rank)
+    refuses("step 1: the processes have drawn different numbers", run.end_step, 1, {})
     for _ in range(2):  # from SLURM, and from torchrun, which had it from SLURM
         os.kill(os.getpid(), signal.SIGTERM)
     assert run.stop_signal == signal.SIGTERM
@@ -1003,6 +1035,13 @@ def one_of_two(folder, runs):
 def test_two_processes_give_the_numbers_of_one(script, whole_run, small, job, tmp_path, monkeypatch):
     """Sampled tokens are the same too, since each row has its own random numbers. And one process can go on with what
     two have begun."""
+    if script == "grpo":
+        monkeypatch.setitem(sys.modules, "grpo", grpo)
+        train_on_other_minibatches(tmp_path, tmp_path / "one")
+        both = read_metrics(tmp_path / "one"), read_metrics(job / "other minibatches")
+        for alone, together in zip(*both, strict=True):
+            assert_close(together, alone, rel=1e-3, abs=1e-5)
+        monkeypatch.setitem(sys.modules, "grpo", grpo)
     shared, read = [], common.read_prefixes_once
     monkeypatch.setattr(common, "read_prefixes_once", lambda *args: (shared.append(args), read(*args))[1])
     one, two = read_metrics(whole_run(script)), read_metrics(job / script)
