@@ -1729,7 +1729,7 @@ def load_reward_function(spec: str):
             raise UserError(f"--reward {spec} returned {returned!r:.100}, want a finite float or int, or a pair of it "
                             f"and a bool, on row {problem.row!r:.300}, completion {completion!r:.200}")
         if correct is None and reward not in (-1, 0, 1):
-            say_once(f"--reward {spec} gives graded rewards: accuracy and DAPO's groups count those above 0 as correct, "
+            say_once(f"--reward {spec} gives graded rewards: accuracy and DAPO's groups count those above 0 as correct "
                      "unless it returns pairs (reward, correct)")
         return float(reward), bool(reward > 0 if correct is None else correct)
     return checked
@@ -1833,7 +1833,7 @@ class Meter:
     def add(self, weight, /, **values) -> None:
         for name, value in values.items():
             total, weights = self.sums.get(name, (0.0, 0.0))
-            self.sums[name] = total + whole(value) * weight, weights + weight
+            self.sums[name] = total + value * weight, weights + weight
 
     def means(self) -> dict[str, float]:
         """Collective. A metric that some ranks have not added, or in another order, counts too."""

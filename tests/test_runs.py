@@ -992,11 +992,7 @@ def one_of_two(folder, runs):
     assert FakeRun(grpo.Config(), own=own).optimizer_step(*own, torch.tensor(0.0))["grad_norm"] == pytest.approx(0.75)
     assert linear.weight.item() == pytest.approx(-0.75)
 
-    # Metrics of sharded tensors; and those that a rank adds in another order, or not at all
-    weight = next(parameter for parameter in untied.parameters() if parameter.dim() == 2)
-    meter = common.Meter()
-    meter.add(1, norm=weight.norm())
-    assert meter.means()["norm"] == pytest.approx(common.whole(weight).norm().item()) != weight.to_local().norm().item()
+    # Metrics that a rank adds in another order, or not at all
     meter = common.Meter()
     for name in ["right", "wrong"][::1 - 2 * rank] + ["first alone"][rank:]:
         meter.add(1 + rank, **{name: len(name) + rank})
@@ -1018,9 +1014,13 @@ def one_of_two(folder, runs):
         write(Path(cfg.output_dir, ".lock"), "")  # left by an earlier run
     run = common.Run(cfg)
     refuses("want a directory that all machines share", run.start, common.Shuffled([1], 0))
-    run.data, run.log, run.append = common.Shuffled([1], 0), lambda *a, **k: None, lambda *a: None
+    run.data, run.log, logged = common.Shuffled([1], 0), lambda *a, **k: None, []
+    run.append = lambda name, rows: logged.extend(rows)
     run.bar = SimpleNamespace(set_postfix=lambda *a, **k: None, update=lambda n: None)
-    run.end_step(1, {})
+    weight = untied.lm_head.weight.detach()  # sharded
+    run.end_step(1, {"size": weight.abs().sum()})
+    size = common.whole(weight).abs().sum().item()  # on every rank: it is collective
+    assert rank or logged[0]["size"] == pytest.approx(size)
     torch.rand(1 + rank)
     refuses("step 1: the processes have drawn different numbers", run.end_step, 1, {})
     for _ in range(2):  # from SLURM, and from torchrun, which had it from SLURM
