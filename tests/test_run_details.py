@@ -167,7 +167,9 @@ def test_a_signal_saves(tmp_path):
 def test_a_signal_to_one_process_stops_them_all(tmp_path, monkeypatch):
     """After the same step: a process that went on alone would wait for the others."""
     run = begin(tmp_path)[0]
-    monkeypatch.setattr(common, "gather_in_order", lambda mine: [*mine, signal.SIGTERM])  # what the other one has got
+    def gather(mine):  # the other one has got a signal; its random state is the same
+        return mine + [(signal.SIGTERM, item[1]) for item in mine if isinstance(item, tuple)]
+    monkeypatch.setattr(common, "gather_in_order", gather)
     with pytest.raises(SystemExit) as stopped:
         run.end_step(1, {})
     assert stopped.value.code == 143
