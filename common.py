@@ -135,9 +135,9 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def whole(value):
-    """The whole of a sharded tensor, such as a norm of gradients, of which each rank has a part. Collective. Anything
-    else as it is."""
+def unsharded(value):
+    """A whole tensor, of one that is sharded, such as a norm of gradients: each rank has a part of it. Collective.
+    Anything else as it is."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -195,7 +195,7 @@ def say(message: str) -> None:
         tqdm.write(message, file=sys.stderr)
 
 
-say_once = functools.cache(say)  # the same message only once
+say_once = functools.cache(say)  # the same message only once in a process
 
 
 # ---------------------------------------------------------------------------------------------------- sampling
@@ -2056,7 +2056,7 @@ class Run:
                     parameter.grad = torch.zeros_like(parameter)
                 if not isinstance(model, FSDPModule):  # which has summed them: this is a module of your own
                     sum_over_ranks(parameter.grad)
-        norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), self.cfg.max_grad_norm)).item()
+        norm = unsharded(torch.nn.utils.clip_grad_norm_(model.parameters(), self.cfg.max_grad_norm)).item()
         lr = schedule.get_last_lr()[0]
         name = next(name for name, (trained, *_) in self.trained.items() if trained is model)
         if math.isfinite(norm) and math.isfinite(loss):
@@ -2113,8 +2113,8 @@ class Run:
         metrics = dict(metrics)
         for name, value in metrics.items():
             with one_line_errors(f"metric {name}: want a single number, not {value!r:.80}", TrainingFailed):
-                metrics[name] = whole(value).item() if hasattr(value, "item") else value
-                math.isfinite(metrics[name])
+                metrics[name] = unsharded(value).item() if hasattr(value, "item") else value
+                math.isfinite(metrics[name])  # else TypeError
         metrics |= {"epoch": self.data.position / len(self.data.items)}
         if rank() == 0:
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -2732,16 +2732,21 @@ def parse_config(Config, args: list[str]):
     if args and re.fullmatch(r"[^-].*\.(ya?ml|json)", args[0]):
         with one_line_errors(f"{args[0]}: want a YAML or JSON mapping from flag names to values"):
             import yaml
-            # BaseLoader leaves values as they are typed, like a command line: by YAML's rules `off` and `no` are False.
-            read = json.loads if args[0].endswith(".json") else functools.partial(yaml.load, Loader=yaml.BaseLoader)
-            settings = read(Path(args[0]).read_bytes()) or {}
-            if not isinstance(settings, dict):
+            text = Path(args[0]).read_bytes()
+            if args[0].endswith(".json"):
+                settings = typed = json.loads(text)
+            else:
+                settings, typed = yaml.safe_load(text), yaml.load(text, yaml.BaseLoader)
+            if not isinstance(settings, dict | None):
                 raise UserError(f"{args[0]}: want a mapping from flag names to values, not a {type(settings).__name__}")
+            settings = settings or {}
             if several := [name for name, value in settings.items() if isinstance(value, (list, dict))]:
                 raise UserError(f"{args[0]}: {several[0]}: want a single value")
-            given = [(name, str(value)) for name, value in settings.items() if value not in (None, "", "null")]
-            args = [f"--{name}" if name.startswith("no_") and value.lower() == "true"  # such a flag takes no value
-                    else f"--{name}={value}" for name, value in given] + args[1:]
+            for setting in fields(Config):  # by YAML's rules `off` and `no` are False, but here --thinking may be off
+                if setting.type is not bool and settings.get(setting.name) is not None:
+                    settings[setting.name] = typed[setting.name]
+            args = [f"--{name}" if value is True and str(name).startswith("no_")  # such a flag takes no value
+                    else f"--{name}={value}" for name, value in settings.items() if value is not None] + args[1:]
     try:
         cfg, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
     except argparse.ArgumentError as error:  # its argument_name: --save_every/--save-every
@@ -3052,7 +3057,7 @@ _PHRASE = re.compile(r"""
     (?: ,?[ ](?: \( | (?: to | in | as | expressed | rounded )[ ] ) [^\n:=]{,50} )?
     (?: [ ](?: is | are | (?:should|must|would|will)[ ]be )
         (?: [ ](?: simply | just | indeed | actually | only | then | thus | therefore | equal[ ]to
-              | given[ ]by ) )?
+              | given[ ]by ) \b ,? )?
         | [ ]equals | \**: | [ ]= )
     :? \** \s* (?: \}\s*(?![])}>.]) | (?<=\n)[-•][ ]+ )?
     (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
@@ -3182,9 +3187,12 @@ def _pairs(a: str, b: str):
 
 
 def _readings(text: str) -> list[str]:
-    """What an answer says besides itself: "(D) 5" is D or 5, "The area is 20" is 20, "So, 36 - 15 = 21" ends in 21."""
+    """What an answer says besides itself: "(D) 5" is D or 5, "7/2, 3.5" either, "The area is 20" is 20, and "So, 36 - 15
+    = 21" ends in 21."""
     if option := _OPTION.fullmatch(text):
         return [option[1], _clean(option[2])]
+    if len(twice := _split(text)[::2]) == 2 and _same(*twice):  # 7/2 or 3.5
+        return twice
     said = [verdict[1]] if (verdict := _VERDICT.fullmatch(text)) else []
     if re.search(r"(?i)\b(?:not|never|cannot)\b", text):
         return said
@@ -3424,8 +3432,6 @@ def _same(a: str, b: str, depth: int = 0) -> bool:
             return _same_value(a_parts[0], b_parts[0])
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):  # what `_values` cannot read
         return False
-    if a_kind + b_kind == "" and 1 in (len(a_parts), len(b_parts)) and "=" not in a + b:  # 7/2 or 3.5: one twice
-        return all(_same(x, y, depth + 1) for x in a_parts for y in b_parts)
     if len(a_parts) != len(b_parts):
         return False
     if depth or len(a_parts) > LONGEST_LIST or not {a_kind, b_kind} <= {"", "‹›"}:

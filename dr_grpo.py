@@ -1,6 +1,6 @@
 """Dr. GRPO, "GRPO done right" (Liu et al. 2025, arXiv:2503.20783):
 
-    maximize  1/N Σ_i 1/L_max Σ_t  min(ρ Â, clip(ρ, 1 − ε, 1 + ε) Â)
+    maximize  1/N Σ_i 1/L_max Σ_t  min(ρ Â, clip(ρ, 1 − ε, 1 + ε) Â)                           (1/L_max: listing 1)
     where     ρ = π(o_{i,t}) / π_old(o_{i,t}),  Â = R_i − mean(R) over the prompt's group
 
 This is grpo.py with

@@ -385,9 +385,10 @@ def test_flags_from_a_file_and_help(tmp_path, capsys):
     with pytest.raises(common.UserError, match="other.yaml: a file of flags has to come first"):
         common.parse_config(grpo.Config, [str(path), str(path)])
     # as on a command line, and not the booleans that YAML makes of these
-    path = write(path, "thinking: off\nsystem_prompt: no\ndivide_by_std: no\nlr: 1e-3\neval_data: null\n")
+    path = write(path, "thinking: off\nsystem_prompt: no\ndivide_by_std: off\nlr: 1e-3\neval_data: ~\nmodel: 'null'\n")
     cfg = common.parse_config(grpo.Config, [str(path)])
-    assert (cfg.thinking, cfg.system_prompt, cfg.divide_by_std, cfg.lr, cfg.eval_data) == ("off", "no", False, 1e-3, "")
+    assert (cfg.thinking, cfg.system_prompt, cfg.divide_by_std, cfg.lr) == ("off", "no", False, 1e-3)
+    assert (cfg.eval_data, cfg.model) == ("", "null")
     assert common.parse_config(grpo.Config, [str(write(path, "# steps: 7\n"))]) == grpo.Config()
     for line, message in (("steps: true", "--steps: invalid int value"), ("- x", "true.yaml: want a mapping .*list"),
                           ("steps", "true.yaml: want a mapping .*str"), ("thinking: yes", "--thinking: invalid choice"),
@@ -1019,7 +1020,7 @@ def one_of_two(folder, runs):
     run.bar = SimpleNamespace(set_postfix=lambda *a, **k: None, update=lambda n: None)
     weight = untied.lm_head.weight.detach()  # sharded
     run.end_step(1, {"size": weight.abs().sum()})
-    size = common.whole(weight).abs().sum().item()  # on every rank: it is collective
+    size = common.unsharded(weight).abs().sum().item()  # on every rank: it is collective
     assert rank or logged[0]["size"] == pytest.approx(size)
     torch.rand(1 + rank)
     refuses("step 1: the processes have drawn different numbers", run.end_step, 1, {})

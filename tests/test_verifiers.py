@@ -338,6 +338,7 @@ def test_the_same_answer_written_another_way(a, b):
     ("He does not pay 9 eggs x $2 = $18", "18"), ("They sell 3 boxes x 2 = 6 dozen", "6"),
     ("5 m", "5 cm"), ("2/sqrt(a)", "2"), ("2/arcsin(a)", "2"), ("5 min", "5 miles"), ("1 < 2", "(1,2)"), ("x=y", "0=0"),
     ("7/2 or 3.6", "7/2"), ("1010 in base 2", "1010_3"), ("A or B", "A"), ("1, 2", "1, 2, 2"),
+    ("5 km or 5 cm", "5"), ("1010_2 or 1010_3", "1010"), ("2, 2, 2", "2"),
     ("421", "4210_5"), ("2516_9", "2516_8"), ("5 million", "5"), ("x+3m", "x+3"), ("3+3 = 5", "5"), ("12^{th}", "13"),
     ("\\sqrt2 \\approx 1.41", "1.41"), ("(A) 5", "(B)"), ("(A) 5", "(A) 6"), ("\\dot{x}", "x"), ("(A) B", "A"),
     ("(A) 5, (B) 6", "5"), ("B)", "A"),
@@ -545,7 +546,8 @@ def test_no_text_raises_or_takes_long(text):
     ("(5^3)", "125", "What is $5^3$?", False), ("+5^3", "125", "What is $5^3$?", False),
     ("((6/8))", "\\frac34", "Simplify $\\frac{6}{8}$.", False),
     ("y=(x+1)^2", "x^2+2x+1", "(x+1)^2 = ?", False), ("y=(x+1)(x-1)", "x^2-1", "$(x+1)(x-1)$", False),
-    ("125 or 57+68", "125", "57+68=?", False), ("125 or 125.0", "125", "57+68=?", True),
+    ("125 or 57+68", "125", "57+68=?", True), ("57+68, 57+68", "125", "57+68=?", False),
+    ("(x+1)^2, (x+1)^2", "x^2+2x+1", "Expand (x+1)^2", False), ("125 or 125.0", "125", "57+68=?", True),
     ("f(2)=5^3", "125", "What is $5^3$?", False), ("f(2)=\\sqrt{50}", "5\\sqrt2", "Simplify $\\sqrt{50}$.", False),
     ("(C) 57+68", "125", "57+68=? (A) 125 (C) 57+68", False),
     # a gold answer that is a choice: its letter, or what it stands for
@@ -593,7 +595,7 @@ def test_words_that_may_change_the_number_of_a_sentence(word):
 
 @pytest.mark.parametrize("verb", ["is", "are", "should be", "must be", "would be", "will be", "equals", "is simply",
                                   "is just", "is indeed", "is actually", "is only", "is equal to", "is given by", "=",
-                                  "is then", "is thus", "is therefore"])
+                                  "is then", "is thus", "is therefore", "is therefore,"])
 @pytest.mark.parametrize("reason", ["", " because", " since", ", so", ", as", ", which"])
 def test_ways_to_say_the_answer_and_why(verb, reason):
     assert extract_answer(f"I think the answer {verb} 18{reason and reason + ' 9+9 is that'}.") == "18"
