@@ -136,8 +136,8 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unsharded(value):
-    """A whole tensor, of one that is sharded, such as a norm of gradients: each rank has a part of it. Collective.
-    Anything else as it is."""
+    """The whole of a sharded tensor (a parameter, a gradient, or a norm of either), of which each rank has a part.
+    Collective. Anything else is returned as it is."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -1836,7 +1836,7 @@ class Meter:
             self.sums[name] = total + value * weight, weights + weight
 
     def means(self) -> dict[str, float]:
-        """Collective. A metric that some ranks have not added, or in another order, counts too."""
+        """Collective. Ranks may have added other metrics, or in another order."""
         names = list(dict.fromkeys(gather_in_order(list(self.sums))))
         sums = torch.tensor([[*map(float, self.sums.get(name, (0, 0)))] for name in names], dtype=torch.float64)
         return {name: s / w if w else math.nan for name, (s, w) in zip(names, sum_over_ranks(sums).tolist())}

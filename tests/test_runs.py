@@ -1037,7 +1037,7 @@ def test_two_processes_give_the_numbers_of_one(script, whole_run, small, job, tm
     """Sampled tokens are the same too, since each row has its own random numbers. And one process can go on with what
     two have begun."""
     if script == "grpo":
-        monkeypatch.setitem(sys.modules, "grpo", grpo)
+        monkeypatch.setitem(sys.modules, "grpo", grpo)  # what it is again in the end
         train_on_other_minibatches(tmp_path, tmp_path / "one")
         both = read_metrics(tmp_path / "one"), read_metrics(job / "other minibatches")
         for alone, together in zip(*both, strict=True):
