@@ -2050,13 +2050,14 @@ class Run:
         is counted: see `end_step`. Returns loss, grad_norm (before clipping) and lr.
         """
         loss = sum_over_ranks(loss.clone()).item()
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:  # not reached: several ranks get zeros, which move it by its momentum
-                    parameter.grad = torch.zeros_like(parameter)
-                if not isinstance(model, FSDPModule):  # which has summed them: this is a module of your own
-                    sum_over_ranks(parameter.grad)
-        norm = unsharded(torch.nn.utils.clip_grad_norm_(model.parameters(), self.cfg.max_grad_norm)).item()
+        # Not `model.parameters()`: between a forward pass and its backward pass, these are FSDP's gathered ones.
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for parameter in filter(lambda parameter: parameter.requires_grad, parameters):
+            if parameter.grad is None:  # not reached: several ranks get zeros, which move it by its momentum
+                parameter.grad = torch.zeros_like(parameter)
+            if not hasattr(parameter, "full_tensor"):  # FSDP has summed its own: this is of a module of your own
+                sum_over_ranks(parameter.grad)
+        norm = unsharded(torch.nn.utils.clip_grad_norm_(parameters, self.cfg.max_grad_norm)).item()
         lr = schedule.get_last_lr()[0]
         name = next(name for name, (trained, *_) in self.trained.items() if trained is model)
         if math.isfinite(norm) and math.isfinite(loss):

@@ -895,6 +895,25 @@ def test_a_run_as_on_one_gpu_agrees_with_float32_and_resumes(script, small, whol
     assert bool(graph_steps) == (script in ("grpo", "ppo"))  # the others sample nothing
 
 
+@pytest.mark.parametrize("one_module", [True, False])
+def test_a_forward_pass_after_the_last_backward_pass_does_not_hide_the_gradient(one_module, one_gpu, monkeypatch):
+    """For those who change the script: such a pass, for a number to log, leaves the root's parameters gathered."""
+    monkeypatch.setattr(common, "is_small", lambda *_: one_module)
+    cfg, batch = grpo.Config(lr_schedule="constant", warmup_steps=0), common.collate([[3, 4]] * 2, [[5, 6], [7]], 0)
+    norms, ends = [], []
+    for looks in (False, True):
+        model = common.load_model(common.build_tiny_model("arithmetic"), common.setup_device())
+        policy = model, *common.make_optimizer(model, cfg)
+        common.token_logprobs(model, *batch[:2], 2)[0].sum().backward()
+        if looks:
+            with torch.no_grad():
+                common.token_logprobs(model, *batch[:2], 2)
+        norms.append(FakeRun(cfg, policy=policy).optimizer_step(*policy, torch.tensor(0.0))["grad_norm"])
+        ends.append([parameter.full_tensor() for parameter in model.state_dict().values()])
+    assert norms[0] == norms[1] > cfg.max_grad_norm
+    assert all(map(torch.equal, *ends))
+
+
 @pytest.mark.parametrize("script", ["grpo --temperature 2", "dapo --loss_average prompt", *SCRIPTS[2:]])
 def test_tensors_of_the_gpu_meet_none_of_the_cpu(script, small, whole_run, tmp_path, request):
     """`TensorsOnGpu` refuses what CUDA would. Otherwise the numbers are a CPU's. (Hot, rows end at different times.)"""
@@ -992,6 +1011,16 @@ def one_of_two(folder, runs):
     (linear(torch.ones(1, 1)) * 0.25 * (1 + rank)).sum().backward()
     assert FakeRun(grpo.Config(), own=own).optimizer_step(*own, torch.tensor(0.0))["grad_norm"] == pytest.approx(0.75)
     assert linear.weight.item() == pytest.approx(-0.75)
+
+    # A module around a model that `shard` has seen (as torch.compile makes one): FSDP has summed its gradient.
+    model = common.load_model(tiny, device)
+    batch, norms = common.collate([[3, 4]], [[5, 6]], 0), []
+    for module in (model, torch.nn.Sequential(model)):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        own = module, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        common.token_logprobs(model, *batch[:2], 2)[0].sum().backward()
+        norms.append(FakeRun(grpo.Config(), own=own).optimizer_step(*own, torch.tensor(0.0))["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1]), norms
 
     # Metrics that a rank adds in another order, or not at all
     meter = common.Meter()
