@@ -828,7 +828,10 @@ def head_is_sliceable(model) -> bool:
 
     def compare(model, ids):
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        logits = head_logits(model.config, hidden, *model.get_output_embeddings().parameters())
+        head = dict(model.get_output_embeddings().named_parameters())
+        if not head.keys() <= {"weight", "bias"}:  # a head of yours, which may differ only once it has trained
+            return False
+        logits = head_logits(model.config, hidden, *head.values())
         own_logits = model(input_ids=ids, use_cache=False).logits
         tolerance = 1e-4 if own_logits.dtype == torch.float32 else 0.01  # bfloat16 rounds a cap or a scale
         return torch.allclose(logits.float(), own_logits.float(), tolerance, tolerance)
@@ -923,8 +926,8 @@ def micro_batches(batch, blocks, max_tokens: int):
     completion = (batch.attention_mask[:, end:] * numbers).amax(1).tolist()
     blocks = [block if isinstance(block, list) else [int(block)] for block in blocks]
     rows = [row for block in blocks for row in block]
-    copy_of = {row: hash((prompt[row], ids[end - prompt[row]:end + completion[row]].tobytes()))
-               for row, ids in zip(rows, batch.input_ids[rows].cpu().numpy())}  # row: a number that equal rows share
+    ids = batch.input_ids[rows].where(batch.attention_mask[rows] > 0, -1).cpu().numpy()
+    copy_of = {row: hash(ids.tobytes()) for row, ids in zip(rows, ids)}  # row: a number that equal rows share
 
     dealt = []  # the micro-batches, each a list of blocks
     held, L, T = {}, 0, 0  # of the last one: its distinct rows, with the length of their block, and its widths
@@ -1323,8 +1326,10 @@ def checksum(items: list, what: str) -> int:
 class Shuffled:
     """Endless passes over `items`, each in its own seeded order. `position` is all that --resume needs.
 
-    `items` must not change. For another order, override `order`: a permutation for each epoch, always the same one. To
-    change the data in the middle of a run, draw from two of these, and keep the second's position in `run.extra`.
+    `items` must not change. For another order, override `order`: a permutation for each epoch, always the same one. If
+    the order depends on results, override `next`: draw with torch's generator, move `position` on, and keep in
+    `run.extra` what the order depends on. To change the data in the middle of a run, draw from two of these, and keep
+    the second's position there.
     Collective. Raises UserError if the ranks' items differ.
     """
 
@@ -1738,13 +1743,10 @@ def load_reward_function(spec: str):
 @contextlib.contextmanager
 def random_states_kept():
     """Python's, numpy's and torch's random states are afterwards as they were."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+    with torch.random.fork_rng(devices=[]), contextlib.ExitStack() as afterwards:
+        afterwards.callback(random.setstate, random.getstate())
+        afterwards.callback(np.random.set_state, np.random.get_state())
+        yield
 
 
 @contextlib.contextmanager
@@ -1842,6 +1844,14 @@ class Meter:
         return {name: s / w if w else math.nan for name, (s, w) in zip(names, sum_over_ranks(sums).tolist())}
 
 
+def tensor_places(value, name: str) -> list[str]:
+    """The names of the tensors in nested dicts and lists, such as a state dict that is called `name`."""
+    if isinstance(value, torch.Tensor):
+        return [name]
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, item in items for place in tensor_places(item, f"{name}.{key}")]
+
+
 class Run:
     """Everything around the training loop that is not the algorithm. A run
 
@@ -1877,8 +1887,9 @@ class Run:
         self.next_step = 0  # step 0 is the evaluation before training
         self.failing = False  # set after --max_bad_steps skipped updates in a row
         self.stop_signal = 0
-        # What a script of yours wants checkpoints to keep. All keys must be there before `start`, those of a dict
-        # within too. A tensor keeps its shape and dtype; what grows is an object, such as a deque or a Rollout.
+        # What a script of yours wants checkpoints to keep, the same on every rank. All keys must be there before
+        # `start`. --resume fills tensors in place, also those of a dict or list: all must be there too, and keep shape
+        # and dtype. Other objects it replaces: read them from here. Tensors that come and go may be in a deque.
         self.extra = {}
         self.device = setup_device()  # before what may fail on one machine alone: the others then notice that it ended
         flags = gather_in_order([vars(cfg) | {"output_dir": ""}])  # `start` looks whether the machines share that
@@ -1948,7 +1959,7 @@ class Run:
         trained: name=(model, optimizer, schedule) of each model that trains. Checkpoints hold these, the position in
         `data` and `self.extra`.
         """
-        self.data, self.trained = data, trained
+        self.data, self.trained, self.places = data, trained, tensor_places(self.extra, "run.extra")
         self.bad_steps = dict.fromkeys(trained, 0)  # each model's skipped updates in a row
         self.catch_signals()
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
@@ -2044,15 +2055,15 @@ class Run:
             yield step
 
     def optimizer_step(self, model, optimizer, schedule, loss: torch.Tensor) -> dict[str, float]:
-        """Clip the gradient, update, advance the learning rate, clear the gradient. Collective.
+        """Clip the gradient, update, advance the learning rate, clear the gradient. Collective; after `start`.
 
         loss: the sum of this rank's micro-batch losses, detached. A non-finite loss or gradient changes nothing and
         is counted: see `end_step`. Returns loss, grad_norm (before clipping) and lr.
         """
         loss = sum_over_ranks(loss.clone()).item()
         # Not `model.parameters()`: between a forward pass and its backward pass, these are FSDP's gathered ones.
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for parameter in filter(lambda parameter: parameter.requires_grad, parameters):
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        for parameter in parameters:
             if parameter.grad is None:  # not reached: several ranks get zeros, which move it by its momentum
                 parameter.grad = torch.zeros_like(parameter)
             if not hasattr(parameter, "full_tensor"):  # FSDP has summed its own: this is of a module of your own
@@ -2111,12 +2122,11 @@ class Run:
 
     def end_step(self, step: int, metrics: dict[str, float]) -> None:
         """Log the step, save if it is time to, and stop the run if it has to stop. Collective."""
-        metrics = dict(metrics)
+        metrics = {**metrics, "epoch": self.data.position / len(self.data.items)}
         for name, value in metrics.items():
             with one_line_errors(f"metric {name}: want a single number, not {value!r:.80}", TrainingFailed):
                 metrics[name] = unsharded(value).item() if hasattr(value, "item") else value
                 math.isfinite(metrics[name])  # else TypeError
-        metrics |= {"epoch": self.data.position / len(self.data.items)}
         if rank() == 0:
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             self.append("metrics.jsonl", [{"step": step, **finite}])  # JSON has no NaN
@@ -2189,7 +2199,9 @@ class Run:
         fixed = {name: value for name, value in self.flags.items() if name not in self.MAY_CHANGE}
         fixed |= {"script": self.script, "rows of --data": len(self.data.items),
                   "checksum of --data": self.data.checksum, "run.extra": sorted(self.extra)}
-        state = {"run": json.dumps(fixed), "position": self.data.position, "extra": self.extra,
+        # A tuple is saved as an object. Of a dict, `dcp` would save each value, with its key made a string.
+        extra = {name: value if tensor_places(value, name) else (value,) for name, value in self.extra.items()}
+        state = {"run": json.dumps(fixed), "position": self.data.position, "extra": extra,
                  "bad_steps": self.bad_steps, "updates": {},
                  "random": torch.get_rng_state(),  # these three are the same on every rank
                  "random_of_python": random.getstate(), "random_of_numpy": np.random.get_state()}
@@ -2208,6 +2220,9 @@ class Run:
 
     def save_checkpoint(self) -> None:
         """Write to a temporary directory, flush, rename; only then remove the previous checkpoint. Collective."""
+        if other := set(tensor_places(self.extra, "run.extra")) ^ set(self.places):
+            raise TrainingFailed(f"{min(other)}: a tensor has come or gone since run.start, but --resume fills tensors "
+                                 "in place; put it in a deque")
         final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
         temporary = final.with_name("unfinished")
         try:
@@ -2236,10 +2251,12 @@ class Run:
             own = json.loads(state["run"])
             dcp.load(state, checkpoint_id=path)
             saved = json.loads(state["run"])
+            for name, value in state["extra"].items():
+                self.extra[name] = value[0] if isinstance(value, tuple) else value
         if other := [f"{name} was {value}" for name, value in saved.items()  # another version may have other MAY_CHANGE
                      if name not in self.MAY_CHANGE and own.get(name) != value]:
             raise UserError(f"--resume: {path} is of another run: {', '.join(other)}")
-        self.data.position, self.extra, self.bad_steps = state["position"], state["extra"], state["bad_steps"]
+        self.data.position, self.bad_steps = state["position"], state["bad_steps"]
         torch.set_rng_state(state["random"])
         random.setstate(state["random_of_python"])
         np.random.set_state(state["random_of_numpy"])
@@ -2490,8 +2507,7 @@ def shard(model, device: torch.device):
                 # sums would be of fewer parameters than those of other ranks, and mix them up or never end.
                 module.set_reduce_scatter_unused_params(True)
     if rank() > 0:  # still on the meta device
-        model.to_empty(device=device)
-        model.tie_weights()
+        model.to_empty(device=device)  # keeps tied parameters one
     if world_size() > 1:
         set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
         dtypes = from_main_rank([buffer.dtype for buffer in model.buffers()])
@@ -2516,15 +2532,13 @@ def fuse_norms(model):
     def body(cls):
         code = getattr(cls.forward, "__code__", None)
         return code and (code.co_code, code.co_names, code.co_consts)
+
+    def forward(norm, hidden):  # [..., H] -> [..., H]
+        return F.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
     llama = body(LlamaRMSNorm)
     for module in model.modules():
         if llama and body(type(module)) == llama:
-            module.forward = types.MethodType(fused_norm, module)
-
-
-def fused_norm(module, hidden):
-    """The forward method of such an RMSNorm: [..., H] -> [..., H]."""
-    return F.rms_norm(hidden, module.weight.shape, module.weight, module.variance_epsilon)
+            module.forward = types.MethodType(forward, module)
 
 
 def call_gathered(function, model, *args):

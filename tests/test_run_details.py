@@ -1,4 +1,5 @@
 """`Run`, one method at a time: output directory, logs, checkpoints. (test_runs.py runs whole scripts.)"""
+import collections
 import dataclasses
 import errno
 import json
@@ -22,13 +23,13 @@ import grpo
 from helpers import ROOT, FakeRun, random_model, read_metrics
 
 
-def begin(tmp_path, **flags):
+def begin(tmp_path, extra={"scale": 1.0}, **flags):
     """Start a run of a small linear model whose learning rate halves -> (run, model, optimizer, schedule)."""
     model = torch.nn.Linear(2, 1)
     run = common.Run(grpo.Config(**{"output_dir": str(tmp_path / "run"), "lr": 0.1, **flags}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.5 ** update)
-    run.extra = {"scale": 1.0}
+    run.extra = dict(extra)
     run.start(common.Shuffled([1, 2], 0), policy=(model, optimizer, schedule))
     run.bar.close()  # otherwise it is drawn when Python exits
     return run, model, optimizer, schedule
@@ -268,6 +269,31 @@ def test_all_the_state_comes_back(tmp_path):
                             (model.weight, *optimizer.state[model.weight].values()), strict=True):
         assert torch.equal(ours, theirs)
     assert [p.name for p in again.checkpoints()] == ["step-000001"]
+
+
+def test_a_checkpoint_keeps_whatever_a_script_wants(tmp_path):
+    """`torch.distributed.checkpoint` alone would make strings of keys, and drop those that came after `start`."""
+    def extra(n):
+        return {"accuracy": {i: i / 2 for i in range(n)}, "seen": collections.Counter("ab" * n), "none": {},
+                "pair": (n, [n]), "rollouts": collections.deque(torch.full((2,), i) for i in range(n)),
+                "weights": {"a": torch.full((2,), n), "b": [torch.tensor(n)]}}
+
+    def at_start():
+        return extra(0) | {"weights": extra(1)["weights"]}
+
+    run = begin(tmp_path, extra=at_start())[0]
+    tensors = run.extra["weights"]
+    tensors["a"].fill_(2)
+    tensors["b"][0].fill_(2)
+    run.extra |= extra(2) | {"weights": tensors}
+    for step in (1, 2):  # a resumed run can also save again
+        run.next_step = step
+        run.save_checkpoint()
+        run = begin(tmp_path, extra=at_start(), resume=True)[0]
+        assert str(run.extra) == str(extra(2))
+    run.extra["weights"]["b"].append(torch.tensor(2))
+    with pytest.raises(common.TrainingFailed, match=r"run.extra.weights.b.1: a tensor has come or gone"):
+        run.save_checkpoint()
 
 
 @pytest.mark.parametrize("later", [1.0, float("nan")])  # a good update later in the step does not prevent it

@@ -1012,8 +1012,27 @@ def one_of_two(folder, runs):
     assert FakeRun(grpo.Config(), own=own).optimizer_step(*own, torch.tensor(0.0))["grad_norm"] == pytest.approx(0.75)
     assert linear.weight.item() == pytest.approx(-0.75)
 
+    # A head of your own around one that is tied to the embedding
+    class Head(torch.nn.Module):
+        def __init__(self, head):
+            super().__init__()
+            self.head, self.change = head, torch.nn.Parameter(torch.zeros(head.in_features))
+
+        def forward(self, hidden):
+            return self.head(hidden + self.change)
+
+    def shard_with_head(model, device, shard=common.shard):
+        model.lm_head = Head(model.lm_head)
+        return shard(model, device)
+    common.shard, shard = shard_with_head, common.shard
+    model, common.shard = common.load_model(tiny, device), shard
+    assert model.lm_head.head.weight is model.model.embed_tokens.weight
+    plain = common.AutoModelForCausalLM.from_pretrained(tiny).eval()
+    ids = torch.tensor([[3, 4, 5, 6]])
+    with common.gathered(model):
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits)
+
     # A module around a model that `shard` has seen (as torch.compile makes one): FSDP has summed its gradient.
-    model = common.load_model(tiny, device)
     batch, norms = common.collate([[3, 4]], [[5, 6]], 0), []
     for module in (model, torch.nn.Sequential(model)):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
