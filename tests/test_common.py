@@ -783,6 +783,23 @@ def test_the_step_that_cuda_captures_samples_the_same(architecture, monkeypatch)
         assert len(rows) > 1 and len(widths) > 1
 
 
+def test_where_a_step_cannot_be_captured_sampling_goes_on_without(monkeypatch):
+    """It is tried once, and said once."""
+    model, tokenizer = random_model("Qwen2")
+    expected = common.sample(model, tokenizer, PROMPTS, 8, 40, greedy=True)
+    use_graph_steps(monkeypatch)
+    tried = []
+
+    def capture(step):
+        tried.append(step.run())  # what is launched before the error
+        raise RuntimeError("operation not permitted when stream is capturing")
+    monkeypatch.setattr(common.GraphStep, "capture", capture)
+    monkeypatch.setattr(common, "can_use_graph", lambda model, cache: not hasattr(model, "no_graph"))
+    with pytest.warns(UserWarning, match="sampling without a CUDA graph, .*: operation not permitted"):
+        rollout = common.sample(model, tokenizer, PROMPTS, 8, 40, greedy=True)
+    assert torch.equal(rollout.input_ids, expected.input_ids) and len(tried) == 1
+
+
 @pytest.mark.parametrize("window, graph", [(20, False), (1000, True)])
 def test_a_sliding_window_that_no_row_reaches_hides_nothing(window, graph, monkeypatch):
     """Greedy decoding equals `generate` either way. Only a window that no row reaches allows GraphStep."""
@@ -1314,6 +1331,18 @@ def test_a_tokenizer_without_pad_token_gets_eos(tmp_path):
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)
     assert common.load_tokenizer(str(tmp_path)).pad_token_id == tokenizer.eos_token_id
+
+
+def test_building_the_tiny_model_changes_nothing_else(monkeypatch):
+    """Else a run that builds it would draw other numbers, or take longer, than one that finds it."""
+    monkeypatch.setattr(common, "tqdm", lambda steps, **kwargs: [])  # no step of its training
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    torch.set_num_threads(2)
+    try:
+        common.train_tiny_model(1)
+        assert torch.get_num_threads() == 2 and torch.equal(torch.get_rng_state(), state)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_the_tiny_tokenizer_reads_its_tags_after_saving(tmp_path):

@@ -195,7 +195,8 @@ def test_dynamic_sampling_gives_up_at_its_limit():
     roll_out, asked = fake_sampler("1" * 7 + "m" + "0" * 100)
     assert dapo.dynamic_sampling(roll_out, 4, 3)[1].tolist() == [7] and len(asked) == 3
     roll_out, asked = fake_sampler("0")
-    assert dapo.dynamic_sampling(roll_out, 4, 3)[1].tolist() == [] and len(asked) == 3
+    assert dapo.dynamic_sampling(roll_out, 4, 3)[1].tolist() == []
+    assert asked == [4, 4, 4]  # 16 might not fit into memory
 
 
 @pytest.mark.parametrize("kinds", ["m10", "0m", "mm1", "11110m"])

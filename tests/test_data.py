@@ -2,6 +2,7 @@
 import dataclasses
 import importlib
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -163,6 +164,22 @@ def test_an_error_of_rank_0_reaches_all(monkeypatch):
     with pytest.raises(OSError):
         common.on_main_rank(full)
     assert len(told) == 1 and told[0].errno == 28
+
+
+def test_ranks_wait_for_hours(monkeypatch):
+    """One may sample for long, or rank 0 download a model: for longer than the defaults, 10 and 30 minutes."""
+    given = {}
+    monkeypatch.setattr(common, "os", SimpleNamespace(environ={"RANK": "0"}))  # as torchrun sets it
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **settings: given.update(settings))
+    common.setup_device()
+    assert given["timeout"].total_seconds() >= 2 * 3600
+
+
+def test_only_the_first_process_says_something(monkeypatch, capsys):
+    for rank in (1, 0):
+        monkeypatch.setattr(common, "rank", lambda: rank)
+        common.say(f"from {rank}")
+    assert capsys.readouterr().err == "from 0\n"
 
 
 def test_ranks_leave_together(monkeypatch):
@@ -590,6 +607,19 @@ def test_a_directory_is_replaced_without_a_trace(tmp_path):
     for text in ("1", "2"):
         common.write_directory(tmp_path / "a", lambda folder: (folder / "file").write_text(text))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_directory_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    """Else a machine that loses power could leave a whole model/ with empty files."""
+    events, rename = [], os.rename
+    monkeypatch.setattr(os, "fsync", lambda file: events.append(Path(os.readlink(f"/proc/self/fd/{file}")).name))
+    monkeypatch.setattr(os, "rename", lambda *paths: events.append("rename") or rename(*paths))
+
+    def fill(folder):
+        (folder / "part").mkdir()
+        (folder / "part" / "file").write_text("1")
+    common.write_directory(tmp_path / "a", fill)
+    assert events == ["file", "rename"]
 
 
 def test_a_failed_write_is_an_error(tmp_path):

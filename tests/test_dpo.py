@@ -143,13 +143,17 @@ def test_every_update_is_that_of_the_plain_algorithm(reference_free, tmp_path, m
         next_token = distributions(model, torch.tensor(prompt_ids + answer_ids), len(answer_ids), 0.8)
         return next_token.log_prob(torch.tensor(answer_ids)).sum()
 
-    def margin(pair):
-        """The argument of σ in eq. 7: β times the chosen answer's log π/π_ref minus the rejected one's."""
+    def rewards(pair):
+        """β·log π/π_ref of the chosen and of the rejected answer."""
         def log_ratio(answer):
             of_policy = logprob(policy, pair.prompt, answer)
             return of_policy if reference_free else of_policy - logprob(reference, pair.prompt, answer).detach()
-        chosen, rejected = pair.answers
-        return 0.3 * (log_ratio(chosen) - log_ratio(rejected))
+        return torch.stack([0.3 * log_ratio(answer) for answer in pair.answers])
+
+    def margin(pair):
+        """The argument of σ in eq. 7."""
+        chosen, rejected = rewards(pair)
+        return chosen - rejected
 
     for step in steps:
         begin_with(step, (policy, optimizer))
@@ -166,8 +170,10 @@ def test_every_update_is_that_of_the_plain_algorithm(reference_free, tmp_path, m
     assert step.metrics["pair_accuracy"] == (margins > 0).float().mean()
     if not reference_free:  # before the first step, policy and reference are equal, so all pairs tie
         assert read_metrics(tmp_path / "run")[0]["eval_pair_accuracy"] == 0.5
-    margins = torch.stack([margin(pair) for pair in common.read_preferences(str(held_out))]).detach()
+    chosen, rejected = torch.stack(list(map(rewards, common.read_preferences(str(held_out))))).detach().unbind(1)
+    margins = chosen - rejected
     assert_metrics(step, updates, {"eval_pair_accuracy": (margins > 0).float().mean(), "eval_margin": margins.mean(),
+                                   "eval_chosen_reward": chosen.mean(), "eval_rejected_reward": rejected.mean(),
                                    "eval_loss": -margins.sigmoid().log().mean()})  # without smoothing
     assert (margins[-1] > 0) == (not reference_free)
 
@@ -315,6 +321,8 @@ def test_problems_without_answers_may_be_judged_by_a_function(tmp_path):
              tmp_path / "pairs.jsonl", "--eval_problems", tmp_path / "problems.jsonl", "--output_dir", tmp_path / "run"]
     assert "problems.jsonl line 1: no answer" in run_script("dpo.py", *flags, code=2)  # for the verifier
     run_script("dpo.py", *flags, "--reward", f"{tmp_path / 'reward.py'}:f")
+    (tmp_path / "problems.jsonl").write_text('{"prompt": "who?", "answer": "2"}\n')
+    assert "error: --eval_problems: the tiny model reads digits" in run_script("dpo.py", *flags, "--overwrite", code=2)
     assert {"eval_reward", "eval_pair_accuracy"} <= read_metrics(tmp_path / "run")[1].keys()
 
 
@@ -371,8 +379,10 @@ def test_no_rankings_of_what_the_tiny_model_cannot_do(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "build_tiny_model", lambda data: str(tmp_path / "tiny"))
     monkeypatch.setattr(common, "read_problems", lambda *_: problems)
     monkeypatch.setattr(common, "is_equivalent", lambda *_: False)
+    state = torch.get_rng_state()
     with pytest.raises(common.UserError, match="arithmetic: the tiny model answers none"):
         common.build_tiny_preferences("arithmetic", "eval")
+    assert torch.equal(torch.get_rng_state(), state)  # else a run that samples them would draw other numbers
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]  # nothing is kept
 
 

@@ -681,6 +681,19 @@ def test_equal_scores_have_no_spread(tmp_path, monkeypatch):
     assert abs(step["reward"]) < 1e-6 and math.isfinite(step["loss"])
 
 
+def test_the_critic_has_the_policys_flags_but_for_its_learning_rate(tmp_path, monkeypatch):
+    given, make = [], common.make_optimizer
+
+    def start(run, data, **trained):  # instead of a run
+        raise common.UserError("enough")
+    monkeypatch.setattr(common, "make_optimizer", lambda model, cfg: given.append(cfg) or make(model, cfg))
+    monkeypatch.setattr(common.Run, "start", start)
+    run_script("ppo.py", "--value_lr", 0.5, "--freeze_layers", 0.4, "--lr_schedule", "linear", "--warmup_steps", 3,
+               "--gradient_checkpointing", "--output_dir", tmp_path / "run", *on_few_problems(tmp_path), code=2)
+    policy, critic = map(vars, given)
+    assert critic == {**policy, "lr": 0.5}
+
+
 def test_a_single_reward_teaches_the_critic(tmp_path):
     """It equals itself, but that is no lack of signal."""
     errors = run_script("ppo.py", "--steps", 1, "--prompts_per_step", 1, "--max_new_tokens", 4, "--output_dir",

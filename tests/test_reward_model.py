@@ -246,11 +246,11 @@ def test_the_saved_config_says_with_which_system_prompt_it_has_learned(monkeypat
 
 
 def test_only_a_fresh_head_is_rescaled():
-    """H = 32: the std of 0.02 becomes 1/√33. A head that came with the checkpoint stays as it is."""
+    """H = 32: the std of 0.05 becomes 1/√33. A head that came with the checkpoint stays as it is."""
     config = random_model("Llama")[0].config
-    config.num_labels, config.initializer_range = 1, 0.02
+    config.num_labels, config.initializer_range = 1, 0.05
     model = transformers.AutoModelForSequenceClassification.from_config(config)
-    for kind, factor in (("ForSequenceClassification", 1), ("ForCausalLM", 33 ** -0.5 / 0.02)):
+    for kind, factor in (("ForSequenceClassification", 1), ("ForCausalLM", 33 ** -0.5 / 0.05)):
         model.config.architectures, before = [f"Llama{kind}"], model.score.weight.detach().clone()
         reward_model.scale_fresh_head(model)
         torch.testing.assert_close(model.score.weight, before * factor)

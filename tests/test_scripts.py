@@ -348,6 +348,13 @@ def test_the_seconds_of_a_step_are_without_its_evaluation(script, tmp_path, monk
     assert order == ["evaluation", "timing", "evaluation"]
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_model_is_kept_before_the_end_of_its_step(script):
+    """Which may stop the run: one that is resumed does not do this step again."""
+    source = (ROOT / f"{script}.py").read_text()
+    assert 0 < source.index("run.keep_model(step") < source.index("run.end_step(step")
+
+
 def test_the_table_of_runs(tmp_path, monkeypatch, capsys):
     """Two seeds sample .3 and .6 right: .45 ± .15, as .212/√2 is .15. At each step they are .141 and .283 apart (sample
     std), on average .212."""
