@@ -1844,12 +1844,17 @@ class Meter:
         return {name: s / w if w else math.nan for name, (s, w) in zip(names, sum_over_ranks(sums).tolist())}
 
 
-def tensor_places(value, name: str) -> list[str]:
-    """The names of the tensors in nested dicts and lists, such as a state dict that is called `name`."""
+def replace_tensors(function, value, place: str):
+    """A copy of nested dicts and lists, such as a state dict, with function(tensor, place) for each tensor in them."""
     if isinstance(value, torch.Tensor):
-        return [name]
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [place for key, item in items for place in tensor_places(item, f"{name}.{key}")]
+        return function(value, place)
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        replaced = [(key, replace_tensors(function, item, f"{place}.{key}")) for key, item in items]
+        value = copy.copy(value)
+        for key, item in replaced:
+            value[key] = item
+    return value
 
 
 class Run:
@@ -1888,8 +1893,8 @@ class Run:
         self.failing = False  # set after --max_bad_steps skipped updates in a row
         self.stop_signal = 0
         # What a script of yours wants checkpoints to keep, the same on every rank. All keys must be there before
-        # `start`. --resume fills tensors in place, also those of a dict or list: all must be there too, and keep shape
-        # and dtype. Other objects it replaces: read them from here. Tensors that come and go may be in a deque.
+        # `start`. --resume fills tensors in place, also those in dicts and lists: all must be there too, and keep shape
+        # and dtype. All else it replaces: read it from here. Tensors that come and go may be in a deque (`unsharded`).
         self.extra = {}
         self.device = setup_device()  # before what may fail on one machine alone: the others then notice that it ended
         flags = gather_in_order([vars(cfg) | {"output_dir": ""}])  # `start` looks whether the machines share that
@@ -1959,7 +1964,7 @@ class Run:
         trained: name=(model, optimizer, schedule) of each model that trains. Checkpoints hold these, the position in
         `data` and `self.extra`.
         """
-        self.data, self.trained, self.places = data, trained, tensor_places(self.extra, "run.extra")
+        self.data, self.trained, self.tensors = data, trained, self.split_extra()[0].keys()
         self.bad_steps = dict.fromkeys(trained, 0)  # each model's skipped updates in a row
         self.catch_signals()
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
@@ -2061,7 +2066,9 @@ class Run:
         is counted: see `end_step`. Returns loss, grad_norm (before clipping) and lr.
         """
         loss = sum_over_ranks(loss.clone()).item()
-        # Not `model.parameters()`: between a forward pass and its backward pass, these are FSDP's gathered ones.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward pass after the last backward pass left it gathered: it would not change
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for parameter in parameters:
             if parameter.grad is None:  # not reached: several ranks get zeros, which move it by its momentum
@@ -2194,14 +2201,23 @@ class Run:
         found = [path for path in (self.directory / "checkpoint").glob("step-*") if path.name[5:].isdecimal()]
         return sorted(found, key=lambda path: int(path.name[5:]))
 
+    def split_extra(self) -> tuple[dict, dict]:
+        """The tensors in `extra`, by their places, and a copy of it without them."""
+        tensors = {}
+
+        def set_aside(tensor, place):
+            tensors[place] = tensor
+            return torch.empty(0)
+        return tensors, replace_tensors(set_aside, self.extra, "run.extra")
+
     def state(self) -> dict:
         """All that a checkpoint holds. The tensors are the live ones: `dcp.load` fills them in place."""
         fixed = {name: value for name, value in self.flags.items() if name not in self.MAY_CHANGE}
         fixed |= {"script": self.script, "rows of --data": len(self.data.items),
                   "checksum of --data": self.data.checksum, "run.extra": sorted(self.extra)}
+        tensors, rest = self.split_extra()
         # A tuple is saved as an object. Of a dict, `dcp` would save each value, with its key made a string.
-        extra = {name: value if tensor_places(value, name) else (value,) for name, value in self.extra.items()}
-        state = {"run": json.dumps(fixed), "position": self.data.position, "extra": extra,
+        state = {"run": json.dumps(fixed), "position": self.data.position, "extra": tensors, "rest_of_extra": (rest,),
                  "bad_steps": self.bad_steps, "updates": {},
                  "random": torch.get_rng_state(),  # these three are the same on every rank
                  "random_of_python": random.getstate(), "random_of_numpy": np.random.get_state()}
@@ -2220,9 +2236,9 @@ class Run:
 
     def save_checkpoint(self) -> None:
         """Write to a temporary directory, flush, rename; only then remove the previous checkpoint. Collective."""
-        if other := set(tensor_places(self.extra, "run.extra")) ^ set(self.places):
+        if other := self.split_extra()[0].keys() ^ self.tensors:
             raise TrainingFailed(f"{min(other)}: a tensor has come or gone since run.start, but --resume fills tensors "
-                                 "in place; put it in a deque")
+                                 "in place; put it in a deque (whole: common.unsharded)")
         final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
         temporary = final.with_name("unfinished")
         try:
@@ -2251,8 +2267,8 @@ class Run:
             own = json.loads(state["run"])
             dcp.load(state, checkpoint_id=path)
             saved = json.loads(state["run"])
-            for name, value in state["extra"].items():
-                self.extra[name] = value[0] if isinstance(value, tuple) else value
+            rest, = state["rest_of_extra"]
+            self.extra |= replace_tensors(lambda _, place: state["extra"][place], rest, "run.extra")
         if other := [f"{name} was {value}" for name, value in saved.items()  # another version may have other MAY_CHANGE
                      if name not in self.MAY_CHANGE and own.get(name) != value]:
             raise UserError(f"--resume: {path} is of another run: {', '.join(other)}")
@@ -3202,8 +3218,8 @@ def _pairs(a: str, b: str):
 
 
 def _readings(text: str) -> list[str]:
-    """What an answer says besides itself: "(D) 5" is D or 5, "7/2, 3.5" either, "The area is 20" is 20, and "So, 36 - 15
-    = 21" ends in 21."""
+    """What an answer says besides itself: "(D) 5" is D or 5, "7/2, 3.5" either, "The area is 20" is 20, and
+    "So, 36 - 15 = 21" ends in 21."""
     if option := _OPTION.fullmatch(text):
         return [option[1], _clean(option[2])]
     if len(twice := _split(text)[::2]) == 2 and _same(*twice):  # 7/2 or 3.5

@@ -275,28 +275,29 @@ def test_all_the_state_comes_back(tmp_path):
     assert [p.name for p in again.checkpoints()] == ["step-000001"]
 
 
-def test_a_checkpoint_keeps_whatever_a_script_wants(tmp_path):
-    """`torch.distributed.checkpoint` alone would make strings of keys, and drop those that came after `start`."""
+def test_a_checkpoint_keeps_what_a_script_wants(tmp_path):
+    """`torch.distributed.checkpoint` alone would make strings of keys, and drop what came after `start`."""
     def extra(n):
         return {"accuracy": {i: i / 2 for i in range(n)}, "seen": collections.Counter("ab" * n), "none": {},
                 "pair": (n, [n]), "rollouts": collections.deque(torch.full((2,), i) for i in range(n)),
-                "weights": {"a": torch.full((2,), n), "b": [torch.tensor(n)]}}
+                "mixed": {"a": torch.full((2,), n), "b": [torch.tensor(n), *range(n)], 1: {i: "c" for i in range(n)}}}
 
-    def at_start():
-        return extra(0) | {"weights": extra(1)["weights"]}
-
-    run = begin(tmp_path, extra=at_start())[0]
-    tensors = run.extra["weights"]
-    tensors["a"].fill_(2)
-    tensors["b"][0].fill_(2)
-    run.extra |= extra(2) | {"weights": tensors}
+    def tensors(extra):
+        return [extra["mixed"]["a"], extra["mixed"]["b"][0]]
+    run, kept = begin(tmp_path, extra=extra(0))[0], extra(2)
+    for tensor in (of_run := tensors(run.extra)):
+        tensor.fill_(2)
+    kept["mixed"]["a"], kept["mixed"]["b"][0] = of_run
+    run.extra |= kept
     for step in (1, 2):  # a resumed run can also save again
         run.next_step = step
         run.save_checkpoint()
-        run = begin(tmp_path, extra=at_start(), resume=True)[0]
+        at_start = extra(0)
+        run = begin(tmp_path, extra=at_start, resume=True)[0]
         assert str(run.extra) == str(extra(2))
-    run.extra["weights"]["b"].append(torch.tensor(2))
-    with pytest.raises(common.TrainingFailed, match=r"run.extra.weights.b.1: a tensor has come or gone"):
+        assert all(a is b for a, b in zip(tensors(run.extra), tensors(at_start)))  # filled in place
+    run.extra["mixed"]["b"].append(torch.tensor(2))
+    with pytest.raises(common.TrainingFailed, match=r"run.extra.mixed.b.3: a tensor has come or gone"):
         run.save_checkpoint()
 
 

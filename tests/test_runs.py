@@ -896,22 +896,22 @@ def test_a_run_as_on_one_gpu_agrees_with_float32_and_resumes(script, small, whol
 
 
 @pytest.mark.parametrize("one_module", [True, False])
-def test_a_forward_pass_after_the_last_backward_pass_does_not_hide_the_gradient(one_module, one_gpu, monkeypatch):
+def test_a_forward_pass_after_the_last_backward_pass_does_not_matter(one_module, one_gpu, monkeypatch):
     """For those who change the script: such a pass, for a number to log, leaves the root's parameters gathered."""
     monkeypatch.setattr(common, "is_small", lambda *_: one_module)
     cfg, batch = grpo.Config(lr_schedule="constant", warmup_steps=0), common.collate([[3, 4]] * 2, [[5, 6], [7]], 0)
-    norms, ends = [], []
+    outcomes = []
     for looks in (False, True):
         model = common.load_model(common.build_tiny_model("arithmetic"), common.setup_device())
         policy = model, *common.make_optimizer(model, cfg)
         common.token_logprobs(model, *batch[:2], 2)[0].sum().backward()
-        if looks:
-            with torch.no_grad():
+        with torch.no_grad():
+            if looks:
                 common.token_logprobs(model, *batch[:2], 2)
-        norms.append(FakeRun(cfg, policy=policy).optimizer_step(*policy, torch.tensor(0.0))["grad_norm"])
-        ends.append([parameter.full_tensor() for parameter in model.state_dict().values()])
-    assert norms[0] == norms[1] > cfg.max_grad_norm
-    assert all(map(torch.equal, *ends))
+            norm = FakeRun(cfg, policy=policy).optimizer_step(*policy, torch.tensor(0.0))["grad_norm"]
+            outcomes.append([torch.tensor(norm), common.token_logprobs(model, *batch[:2], 2)[0],
+                             *(parameter.full_tensor() for parameter in model.state_dict().values())])
+    assert norm > cfg.max_grad_norm and all(map(torch.equal, *outcomes))
 
 
 @pytest.mark.parametrize("script", ["grpo --temperature 2", "dapo --loss_average prompt", *SCRIPTS[2:]])
