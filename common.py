@@ -249,15 +249,22 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     Temperature 0 is greedy. Any top-k, top-p or penalty in the model's generation config is ignored: the policy that is
     scored must be the policy that sampled. Collective: every rank passes the same prompts, decodes its share of the
     rows and gets the whole rollout. Raises ValueError if the ranks' prompts differ, if there are none, if one has no
-    tokens, or if a number is out of range, and UserError if the model takes no DynamicCache.
+    tokens or is padded, or if a number is out of range, and UserError if the model takes no DynamicCache.
 
     A token is drawn by inverting the cumulative distribution at a uniform random number. Every (row, position) has its
     own number, drawn up front. So apart from rounding in the model, the samples do not depend on which rows share a
     batch, when rows leave it, or how many ranks there are.
     """
+    if (not hasattr(model, "config") or model.config.is_encoder_decoder or not cache_argument(model)
+            or not model._supports_default_dynamic_cache()):  # the last: RWKV, MiniMax
+        raise UserError(f"{type(model).__name__}: its state is no DynamicCache, or its forward method does not name it "
+                        "(past_key_values), so it cannot be sampled from; of a wrapper (PEFT, DDP) pass what it wraps")
     device = model.device
     pad_id = next((i for i in (tokenizer.pad_token_id, *eos_ids(model, tokenizer)) if i is not None), 0)
     temperature = 0 if greedy else temperature
+    if isinstance(prompts, torch.Tensor) and prompts.dim() == 2 and any(
+            0 < (edge == pad_id).sum() < len(prompts) for edge in (prompts[:, :1], prompts[:, -1:])):  # all: a BOS
+        raise ValueError("padded prompts: want strings or unpadded lists of token ids")
     prompts = [prompts] if isinstance(prompts, str) or hasattr(prompts, "keys") else list(prompts)
     if all(isinstance(prompt, str) for prompt in prompts):
         prompts = encode(tokenizer, [(prompt, False) for prompt in prompts])
@@ -273,13 +280,10 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
         raise ValueError("want a group_size and max_new_tokens of at least 1, and a temperature of at least 0")
     if not prompts or not all(prompts):
         raise ValueError("no prompt, or a prompt without tokens: there is nothing to condition on")
-    if not cache_argument(model) or not model._supports_default_dynamic_cache():  # the latter: RWKV, MiniMax
-        raise UserError(f"{type(model).__name__}: its state is no DynamicCache, or its forward method does not name it "
-                        "(past_key_values), so it cannot be sampled from; of a wrapper (PEFT, DDP) pass what it wraps")
     prompt_ids, prompt_mask, _ = collate(prompts, [[]] * len(prompts), pad_id, device)  # [P, L]
     N = len(prompts) * group_size
     draw = torch.rand if temperature else torch.zeros  # greedy decoding does not move the random state
-    uniforms = draw(N, max_new_tokens, dtype=torch.float64)  # in host memory: it may be over a gigabyte
+    uniforms = draw(N, max_new_tokens, dtype=torch.float64, device="cpu")  # for it may be over a gigabyte
     ends = torch.tensor(eos_ids(model, tokenizer), device=device)
     tokens = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)
     logprobs = torch.zeros(N, max_new_tokens, device=device, dtype=torch.float32)
@@ -629,7 +633,8 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     the shapes differ, and RuntimeError where a second derivative is asked for (unless it has full logits).
 
     [B, T, V] never exists (`SlicedLogprobs`), except for a head that `head_logits` cannot reproduce: a warning says so.
-    (That is found out at the first call: `del model.head_is_sliceable` after a change of the head.)
+    (That is found out at the first call: `del model.head_is_sliceable` after a change of the head. It warns also where
+    accelerate lets only the model's own forward method autocast: call it inside `accelerator.autocast()`.)
     """
     if attention_mask.shape != input_ids.shape:
         raise ValueError(f"input_ids {[*input_ids.shape]} and attention_mask {[*attention_mask.shape]}: want one shape")
@@ -699,7 +704,7 @@ def prefix_to_share(ids) -> int:
     rows = ids.cpu().unique(dim=0)  # sorted: those that share a prefix are neighbours
     differs = (rows[1:] != rows[:-1]).cumsum(1) > 0  # from the row above, in this column or before
     distinct = 1 + differs.sum(0)[:-1]  # prefixes of 1, 2, … columns
-    saved = (len(ids) - distinct) * torch.arange(1, ids.shape[1])  # tokens
+    saved = (len(ids) - distinct) * torch.arange(1, ids.shape[1], device="cpu")  # tokens
     if len(saved) == 0 or saved.max() <= max(ids.numel() / 5, SHARED_TOKENS[ids.device.type]):
         return 0
     return int(saved.argmax()) + 1
@@ -787,6 +792,8 @@ class SlicedLogprobs(torch.autograd.Function):
         total = (shift.exp() * sums).sum(1)
         entropy = total.log() - (shift.exp() * (sums_of_z + shift * sums)).sum(1) / total
         ctx.arguments = config, temperature, size
+        kind = hidden.device.type
+        ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False
         ctx.save_for_backward(targets, top, total.log(), entropy, hidden, *weights)
         of_target = (of_target + shift).gather(1, targets[:, None] // size)[:, 0]  # of the slice that the target is in
         return of_target - total.log(), entropy
@@ -803,7 +810,7 @@ class SlicedLogprobs(torch.autograd.Function):
         grad_weights = [torch.empty_like(w) if trains else None for w, trains in zip(weights, trained)]
         for start in range(0, len(weights[0]), size):
             part = [w[start:start + size].detach().requires_grad_(trains) for w, trains in zip(weights, trained)]
-            with torch.enable_grad():
+            with torch.enable_grad(), torch.autocast(*ctx.autocast):  # the same logits as in the forward pass
                 logits = head_logits(config, hidden, *part)
             logp = torch.add(-top, logits.detach(), alpha=1 / temperature).sub_(log_total[:, None])
             probs, factor = logp.exp(), -grad
@@ -858,7 +865,8 @@ def token_values(model, input_ids, attention_mask, T: int):
     def compute(model, input_ids, attention_mask):
         row, column, before = completion_tokens(attention_mask, T)
         values = scores_at(model, input_ids, attention_mask, row, before)
-        return (torch.zeros(len(input_ids), T, device=values.device).index_put((row, column), values),)
+        out = torch.zeros(len(input_ids), T, dtype=torch.float32, device=values.device)
+        return (out.index_put((row, column), values),)
     return once_each(compute, model, input_ids, attention_mask)[0]
 
 
@@ -884,7 +892,7 @@ def rollout_values(model, batch, minibatches, max_tokens: int, compute=token_val
 
     With the minibatches of an update, this computes in its very micro-batches, so that in bfloat16 both round alike.
     """
-    out = torch.zeros(batch.mask.shape, device=batch.mask.device)
+    out = torch.zeros(batch.mask.shape, dtype=torch.float32, device=batch.mask.device)
     for minibatch in minibatches if model is not None else []:
         for rows, input_ids, attention_mask, T in micro_batches(batch, minibatch, max_tokens):
             out[rows, :T] = compute(model, input_ids, attention_mask, T)
@@ -973,7 +981,7 @@ def is_built_in(data: str) -> bool:
 
 
 def arithmetic_digits(data: str) -> int:
-    digits = data.partition(":")[2] or "2"
+    digits = data.partition(":")[2] if ":" in data else "2"
     if not digits.isdecimal() or not 1 <= int(digits) <= 12:
         raise UserError(f"{data}: the built-in data is arithmetic or arithmetic:DIGITS, with 1 to 12 digits")
     return int(digits)
@@ -1084,15 +1092,12 @@ def is_prompt(prompt) -> bool:
 
 def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
     """--data and --eval_data, as problems or by another `read(data, split)`."""
-    if not cfg.data:
+    if not cfg.data.strip():
         raise UserError("--data: is empty")
     read = read or functools.partial(read_problems, need_answer=cfg.reward == "verifier")
     eval_data = cfg.eval_data or (cfg.data if is_built_in(cfg.data) else "")  # a file has no held-out part
     held_out = read(eval_data, "eval") if eval_data else []  # first: the file may be missing, and --data take long
-    items = read(cfg.data, "train")
-    if not eval_data and not getattr(cfg, "eval_problems", ""):
-        say("no --eval_data: nothing is evaluated")
-    return items, held_out
+    return read(cfg.data, "train"), held_out
 
 
 def encode(tokenizer, prompts: list[tuple[str, bool]]) -> list[list[int]]:
@@ -1360,7 +1365,7 @@ def collate(prompts: list[list[int]], completions: list[list[int]], pad_id: int,
     """Left-pad prompts, right-pad completions: input_ids [N, L+T], attention_mask [N, L+T], mask [N, T] (bool)."""
     L, T = max(map(len, prompts)), max(map(len, completions))
     ids, real = np.full((len(prompts), L + T), pad_id), np.zeros((len(prompts), L + T), int)  # faster than lists
-    for i, (p, c) in enumerate(zip(prompts, completions)):
+    for i, (p, c) in enumerate(zip(prompts, completions, strict=True)):
         ids[i, L - len(p):L + len(c)], real[i, L - len(p):L + len(c)] = p + c, 1
     input_ids, attention_mask = (torch.as_tensor(x, device=device) for x in (ids, real))
     return Batch(input_ids, attention_mask, attention_mask[:, L:].bool())
@@ -1590,7 +1595,7 @@ def load_reward(cfg, wrong: float = 0.0):
         scores = model_scores(problems, rollout).tolist() if model_scores else [None] * len(rows)
         judged, errors = [], []
         with random_states_kept():  # else the script's draws would repeat after each call, and differ between ranks
-            seed = int(torch.randint(2 ** 31, ()))
+            seed = int(torch.randint(2 ** 31, (), device="cpu"))
             try:
                 for i in my_share(len(rows)):
                     if function:  # it may draw random numbers: the same ones for a row on any rank
@@ -1602,7 +1607,8 @@ def load_reward(cfg, wrong: float = 0.0):
         for error in gather_in_order(errors):  # on every rank: raised on one alone, it would leave the others waiting
             raise error
         rewards, correct = zip(*gather_in_order(judged))
-        return [torch.tensor(of_rows, device=rollout.mask.device).view(-1, G) for of_rows in (rewards, correct)]
+        return [torch.tensor(of_rows, dtype=dtype, device=rollout.mask.device).view(-1, G)
+                for of_rows, dtype in ((rewards, torch.float32), (correct, torch.bool))]
     return score
 
 
@@ -1706,12 +1712,12 @@ def load_reward_function(spec: str):
         source = importlib.util.spec_from_file_location(module_name, path)
         module = importlib.util.module_from_spec(source)
         sys.modules[module_name] = module  # so that pickle, and with it multiprocessing, finds what the file defines
-        dtype = torch.get_default_dtype()
+        dtype, device = torch.get_default_dtype(), torch.get_default_device()
         # Whatever the file changes of these is undone. (Many set a seed.)
         with contextlib.chdir("."), torch.enable_grad(), random_states_kept(), ctrl_c_blocked():
             source.loader.exec_module(module)
         torch.set_default_dtype(dtype)
-        torch.set_default_device(None)
+        torch.set_default_device(None if device.type == "cpu" else device)
     except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may end in sys.exit
         raise UserError(f"--reward {spec}: {path} does not load: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
@@ -1819,11 +1825,13 @@ def make_optimizer(model, cfg, betas=(0.9, 0.999)):
         for module in model.modules():  # layers recompute in training mode only; all else stays in evaluation mode
             module.training = hasattr(module, "gradient_checkpointing")
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=betas, weight_decay=0.0, fused=True)
-    updates = cfg.steps * getattr(cfg, "minibatches", 1) * getattr(cfg, "updates_per_batch", 1)
-    if cfg.warmup_steps >= updates:
-        say(f"--warmup_steps {cfg.warmup_steps}: the run has at most {updates} updates, so none has the full --lr")
     name = "constant_with_warmup" if cfg.lr_schedule == "constant" else cfg.lr_schedule
-    return optimizer, transformers.get_scheduler(name, optimizer, cfg.warmup_steps, updates)
+    return optimizer, transformers.get_scheduler(name, optimizer, cfg.warmup_steps, most_updates(cfg))
+
+
+def most_updates(cfg) -> int:
+    """The number of updates of a whole run. (DAPO may make fewer.)"""
+    return cfg.steps * getattr(cfg, "minibatches", 1) * getattr(cfg, "updates_per_batch", 1)
 
 
 class Meter:
@@ -1835,12 +1843,14 @@ class Meter:
     def add(self, weight, /, **values) -> None:
         for name, value in values.items():
             total, weights = self.sums.get(name, (0.0, 0.0))
+            value = value.detach().float() if isinstance(value, torch.Tensor) else value
             self.sums[name] = total + value * weight, weights + weight
 
     def means(self) -> dict[str, float]:
         """Collective. Ranks may have added other metrics, or in another order."""
         names = list(dict.fromkeys(gather_in_order(list(self.sums))))
-        sums = torch.tensor([[*map(float, self.sums.get(name, (0, 0)))] for name in names], dtype=torch.float64)
+        sums = [[*map(float, self.sums.get(name, (0, 0)))] for name in names]
+        sums = torch.tensor(sums, dtype=torch.float64, device="cpu")
         return {name: s / w if w else math.nan for name, (s, w) in zip(names, sum_over_ranks(sums).tolist())}
 
 
@@ -1981,7 +1991,7 @@ class Run:
             else:
                 on_main_rank(self.write_config)
                 self.save_checkpoint()
-        warn_of_defaults(self.cfg)
+        warn_of_flags(self.cfg)
         if rank() == 0:
             with one_line_errors(f"--log_to {self.cfg.log_to}: it does not start; --resume continues once it can"):
                 self.log = self.open_logger()
@@ -2584,8 +2594,10 @@ def gathered(model):
         yield
 
 
-def save_model(model, tokenizer, directory: Path) -> None:
-    """Write what from_pretrained, vLLM and TGI load, in the dtype the model came in. Collective; all or nothing."""
+def save_model(model, tokenizer, directory: str | Path) -> None:
+    """Write what from_pretrained, vLLM and TGI load, in the dtype the model came in. Collective; all or nothing:
+    `directory` is replaced, with whatever it holds."""
+    directory = Path(directory)
     # gathered one at a time into rank 0's CPU memory: no GPU ever holds the whole model
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     distinct = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied weight has one name here
@@ -2814,8 +2826,12 @@ def check_config(cfg) -> None:
         raise UserError(f"--overlong_buffer {cfg.overlong_buffer}: more than --max_new_tokens {cfg.max_new_tokens}")
 
 
-def warn_of_defaults(cfg) -> None:
-    """Say which flags of a real model's run still have a default that suits the tiny model."""
+def warn_of_flags(cfg) -> None:
+    """Say which flags leave something out, and which of a real model's still have a default that suits the tiny one."""
+    if not (cfg.eval_data or is_built_in(cfg.data) or getattr(cfg, "eval_problems", "")):
+        say("no --eval_data: nothing is evaluated")
+    if cfg.warmup_steps >= (updates := most_updates(cfg)):
+        say(f"--warmup_steps {cfg.warmup_steps}: the run has at most {updates} updates, so none has the full --lr")
     sizes = ["lr", "value_lr", "overlong_buffer", "lam", *(["kl_coef"] if hasattr(cfg, "lam") else [])]  # PPO's β
     if getattr(cfg, "on_policy", True) or cfg.eval_problems or is_built_in(cfg.data):  # else dpo.py samples nothing
         sizes.append("max_new_tokens")

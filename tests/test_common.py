@@ -157,6 +157,19 @@ def test_full_logits_in_bfloat16_give_float32():
     torch.testing.assert_close(logprobs[0], logp.gather(1, ids[0, 2:, None])[:, 0])
 
 
+def test_autocast_around_the_forward_pass_holds_in_the_backward_pass():
+    """There the same logits are computed again. So p still adds up to 1, and ∂ log p_y / ∂ bias = 1[v = y] − p to 0."""
+    torch.manual_seed(0)
+    weight, bias = (torch.nn.Parameter(torch.randn(*shape)) for shape in ((50, 16), (50,)))
+    hidden, targets = 30 * torch.randn(8, 16), torch.arange(8)
+    config = random_model("Qwen2")[0].config
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs, _ = common.SlicedLogprobs.apply(config, targets, 1.0, 20, hidden, weight, bias)
+    assert logprobs.min() < -100
+    logprobs.sum().backward()
+    assert abs(bias.grad.sum()) < 0.01
+
+
 @pytest.mark.parametrize("ban", [-math.inf, torch.finfo(torch.float32).min])  # the latter divided by 0.7 is −∞ too
 def test_a_model_that_bans_tokens_has_finite_entropies(ban):
     """As Chameleon bans its image tokens. A banned token adds p log p = 0 to the entropy."""
@@ -1076,10 +1089,12 @@ def test_token_ids_may_be_a_tensor_and_need_of_a_tokenizer_only_its_ends_and_dec
 
 
 def test_what_a_tokenizer_returns_is_no_prompt():
-    """Its keys would be read as strings."""
+    """Its keys would be read as strings, and its padding as tokens."""
     model, tokenizer = random_model("Qwen2")
     whole = tokenizer(["1+1=?", "12+34=?"])
-    for prompts in (whole, [whole], [{"role": "user", "content": "1+1=?"}], whole["input_ids"][0]):
+    padded = [tokenizer(["1+1=?", "12+34=?"], padding=True, padding_side=side, return_tensors="pt")["input_ids"]
+              for side in ("left", "right")]
+    for prompts in (whole, [whole], [{"role": "user", "content": "1+1=?"}], whole["input_ids"][0], *padded):
         with pytest.raises(ValueError, match="want strings or unpadded lists of token ids"):
             common.sample(model, tokenizer, prompts, 1, 4)
 
@@ -1153,6 +1168,46 @@ def test_a_model_without_a_dynamic_cache(architecture):
     model, tokenizer = random_model(architecture)
     with pytest.raises(common.UserError, match="its state is no DynamicCache"):
         common.sample(model, tokenizer, PROMPTS, 1, 4)
+
+
+def test_a_wrapper_or_an_encoder_decoder():
+    """DDP has no config. BART would read a prompt with its encoder too."""
+    model, tokenizer = random_model("Qwen2")
+    bart = transformers.BartForConditionalGeneration(transformers.BartConfig(
+        vocab_size=len(tokenizer), d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16,
+        decoder_ffn_dim=16, encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=64))
+    for other in (torch.nn.Sequential(model), bart):
+        with pytest.raises(common.UserError, match="cannot be sampled from; of a wrapper .* pass what it wraps"):
+            common.sample(other, tokenizer, PROMPTS, 1, 4)
+
+
+def test_the_default_device_and_dtype_of_a_project_do_not_matter(monkeypatch):
+    model, tokenizer = random_model("Qwen2")
+    model.config.num_labels = 1
+    critic = common.AutoModelForSequenceClassification.from_config(model.config).eval()
+    monkeypatch.setitem(common.SHARED_TOKENS, "cpu", 1)
+    score = common.load_reward(grpo.Config())
+    problems = [common.Problem(prompt, [], "2", {}) for prompt in PROMPTS]
+
+    def run():
+        torch.manual_seed(0)
+        rollout, meter = common.sample(model, tokenizer, PROMPTS, 4, 8), common.Meter()
+        every = [range(len(rollout.mask))]
+        logprobs, entropy = common.token_logprobs(model, rollout.input_ids, rollout.attention_mask,
+                                                  rollout.mask.shape[1])
+        meter.add(2, logprobs=logprobs.mean(), entropy=entropy.mean())
+        return [rollout.input_ids, rollout.logprobs, logprobs, common.rollout_logprobs(model, rollout, every, 100, 1.0),
+                common.rollout_values(critic, rollout, every, 100), *score(problems, rollout),
+                torch.tensor([*meter.means().values()], dtype=torch.float32, device="cpu")]
+    expected = run()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            again = run()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for ours, plain in zip(again, expected, strict=True):
+        assert ours.dtype == plain.dtype and torch.equal(ours, plain)
 
 
 def test_rollouts_of_two_widths_are_joined():
@@ -1546,6 +1601,14 @@ def test_meter_weights_its_means():
     meter.add(torch.tensor(1), entropy=torch.tensor(5.0))
     meter.add(0, entropy=100.0)
     assert meter.means() == {"entropy": 2.0}
+
+
+def test_meter_adds_in_float32_and_keeps_no_graph():
+    """In bfloat16, a sum of .5 stops at 128: its next value is 129."""
+    meter, value = common.Meter(), torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(1000):
+        meter.add(1, loss=value)
+    assert meter.means() == {"loss": 0.5} and not meter.sums["loss"][0].requires_grad
 
 
 def test_masked_mean_ignores_what_is_masked():

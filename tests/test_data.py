@@ -99,7 +99,8 @@ def test_as_many_minibatches_as_completions():
     ("ppo", {"model": "tiny"}, set())])
 def test_defaults_that_suit_the_tiny_model_alone_are_named(script, flags, named, capsys):
     """dpo.py samples nothing where it only reads pairs, so then --max_new_tokens is none of them."""
-    common.warn_of_defaults(importlib.import_module(script).Config(**{"model": "real", **flags}))
+    flags = {"model": "real", "eval_data": "more.jsonl", **flags}
+    common.warn_of_flags(importlib.import_module(script).Config(**flags))
     assert set(re.findall(r"--(\w+)", capsys.readouterr().err)) == named
 
 
@@ -1366,8 +1367,11 @@ def test_numpys_numbers_are_numbers():
 
 def test_without_eval_data_the_script_says_so(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=?", "answer": "2"}\n')
-    cfg = SimpleNamespace(data=str(tmp_path / "rows.jsonl"), eval_data="", reward="verifier")
-    assert len(common.read_train_and_eval(cfg)[0]) == 1 and "no --eval_data" in capsys.readouterr().err
+    cfg = common.RunConfig(data=str(tmp_path / "rows.jsonl"))
+    cfg.reward, cfg.warmup_steps, cfg.steps = "verifier", 0, 1
+    assert list(map(len, common.read_train_and_eval(cfg))) == [1, 0]
+    common.warn_of_flags(cfg)
+    assert "no --eval_data" in capsys.readouterr().err
     cfg.eval_problems = cfg.data  # of dpo.py
-    common.read_train_and_eval(cfg)
+    common.warn_of_flags(cfg)
     assert "no --eval_data" not in capsys.readouterr().err

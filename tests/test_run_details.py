@@ -144,7 +144,7 @@ def test_a_checkpoint_that_also_holds_what_may_change_now(tmp_path, monkeypatch)
 def test_a_run_that_is_all_warm_up_says_so(warmup, said, capsys):
     """Of 24 updates the last has 23/24 of the rate."""
     cfg = grpo.Config(steps=4, minibatches=3, updates_per_batch=2, warmup_steps=warmup)
-    common.make_optimizer(random_model("Qwen2")[0], cfg)
+    common.warn_of_flags(cfg)
     assert ("--warmup_steps 24: the run has at most 24 updates" in capsys.readouterr().err) == said
 
 

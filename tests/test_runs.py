@@ -117,6 +117,7 @@ def test_bad_rows(fails, tmp_path, content, message):
 @pytest.mark.parametrize("flags, message", [
     (["--data", "nowhere.jsonl"], "nowhere.jsonl: cannot be read as JSON lines (No such file"),
     (["--data", "arithmetic:x"], "arithmetic:DIGITS"), (["--data", "arithmetic:²"], "arithmetic:DIGITS"),
+    (["--data", "arithmetic:"], "arithmetic:DIGITS"), (["--data", " "], "--data: is empty"),
     (["--data", "arithmetics.jsonl"], "arithmetics.jsonl: cannot be read"), (["--data="], "--data: is empty"),
     (["--data", "someone/dataset"], "pip install datasets"),
     (["--max_prompt_tokens", 2], "no rows left"),
@@ -351,7 +352,10 @@ def test_a_directory_that_is_no_model(fails, tmp_path):
 def test_tokenizer_and_model_that_do_not_fit(fails, tmp_path):
     model, tokenizer = random_model("Qwen2")
     save(tmp_path / "model", model, tokenizer)
-    assert "no rows left" in fails("--model", tmp_path / "model", "--max_prompt_tokens", 1)  # and no advice on --lr
+    rows = write(tmp_path / "rows.jsonl", GOOD_ROW)
+    # and no advice on --lr, nor a word on what is missing: no --eval_data, more --steps than --warmup_steps
+    assert "no rows left" in fails("--model", tmp_path / "model", "--max_prompt_tokens", 1, "--data", rows,
+                                   "--warmup_steps", 99)
     backend = Tokenizer(models.WordLevel({"<eos>": 0, "1": 1, "9": 500}, unk_token="1"))  # few tokens, a high id
     common.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(tmp_path / "model")
     assert "its tokenizer has ids up to 500, its embedding only 26 rows" in fails("--model", tmp_path / "model")
