@@ -1824,6 +1824,7 @@ def make_optimizer(model, cfg, betas=(0.9, 0.999)):
             enable({"use_reentrant": False})
         for module in model.modules():  # layers recompute in training mode only; all else stays in evaluation mode
             module.training = hasattr(module, "gradient_checkpointing")
+    reshard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=betas, weight_decay=0.0, fused=True)
     name = "constant_with_warmup" if cfg.lr_schedule == "constant" else cfg.lr_schedule
     return optimizer, transformers.get_scheduler(name, optimizer, cfg.warmup_steps, most_updates(cfg))
@@ -2076,9 +2077,7 @@ class Run:
         is counted: see `end_step`. Returns loss, grad_norm (before clipping) and lr.
         """
         loss = sum_over_ranks(loss.clone()).item()
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a forward pass after the last backward pass left it gathered: it would not change
+        reshard(model)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for parameter in parameters:
             if parameter.grad is None:  # not reached: several ranks get zeros, which move it by its momentum
@@ -2565,6 +2564,14 @@ def fuse_norms(model):
     for module in model.modules():
         if llama and body(type(module)) == llama:
             module.forward = types.MethodType(forward, module)
+
+
+def reshard(model):
+    """After a forward pass without a backward pass, FSDP's root still has its gathered parameters. An optimizer cannot
+    update these, and the next pass would use them as they are."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def call_gathered(function, model, *args):
