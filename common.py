@@ -249,7 +249,8 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     Temperature 0 is greedy. Any top-k, top-p or penalty in the model's generation config is ignored: the policy that is
     scored must be the policy that sampled. Collective: every rank passes the same prompts, decodes its share of the
     rows and gets the whole rollout. Raises ValueError if the ranks' prompts differ, if there are none, if one has no
-    tokens or is padded, or if a number is out of range, and UserError if the model takes no DynamicCache.
+    tokens, if a tensor of them is padded in some rows, or if a number is out of range, and UserError if the model takes
+    no DynamicCache.
 
     A token is drawn by inverting the cumulative distribution at a uniform random number. Every (row, position) has its
     own number, drawn up front. So apart from rounding in the model, the samples do not depend on which rows share a
@@ -263,7 +264,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     pad_id = next((i for i in (tokenizer.pad_token_id, *eos_ids(model, tokenizer)) if i is not None), 0)
     temperature = 0 if greedy else temperature
     if isinstance(prompts, torch.Tensor) and prompts.dim() == 2 and any(
-            0 < (edge == pad_id).sum() < len(prompts) for edge in (prompts[:, :1], prompts[:, -1:])):  # all: a BOS
+            0 < (edge == pad_id).sum() < len(prompts) for edge in (prompts[:, :1], prompts[:, -1:])):  # of all: a BOS
         raise ValueError("padded prompts: want strings or unpadded lists of token ids")
     prompts = [prompts] if isinstance(prompts, str) or hasattr(prompts, "keys") else list(prompts)
     if all(isinstance(prompt, str) for prompt in prompts):
@@ -283,7 +284,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     prompt_ids, prompt_mask, _ = collate(prompts, [[]] * len(prompts), pad_id, device)  # [P, L]
     N = len(prompts) * group_size
     draw = torch.rand if temperature else torch.zeros  # greedy decoding does not move the random state
-    uniforms = draw(N, max_new_tokens, dtype=torch.float64, device="cpu")  # for it may be over a gigabyte
+    uniforms = draw(N, max_new_tokens, dtype=torch.float64, device="cpu")  # may be over a gigabyte
     ends = torch.tensor(eos_ids(model, tokenizer), device=device)
     tokens = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)
     logprobs = torch.zeros(N, max_new_tokens, device=device, dtype=torch.float32)
@@ -633,8 +634,8 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     the shapes differ, and RuntimeError where a second derivative is asked for (unless it has full logits).
 
     [B, T, V] never exists (`SlicedLogprobs`), except for a head that `head_logits` cannot reproduce: a warning says so.
-    (That is found out at the first call: `del model.head_is_sliceable` after a change of the head. It warns also where
-    accelerate lets only the model's own forward method autocast: call it inside `accelerator.autocast()`.)
+    (That is found out at the first call: `del model.head_is_sliceable` after a change of the head. It is also so where
+    only the model's own forward method autocasts, as with accelerate: call this inside `accelerator.autocast()`.)
     """
     if attention_mask.shape != input_ids.shape:
         raise ValueError(f"input_ids {[*input_ids.shape]} and attention_mask {[*attention_mask.shape]}: want one shape")
@@ -793,7 +794,7 @@ class SlicedLogprobs(torch.autograd.Function):
         entropy = total.log() - (shift.exp() * (sums_of_z + shift * sums)).sum(1) / total
         ctx.arguments = config, temperature, size
         kind = hidden.device.type
-        ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False
+        ctx.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), False)
         ctx.save_for_backward(targets, top, total.log(), entropy, hidden, *weights)
         of_target = (of_target + shift).gather(1, targets[:, None] // size)[:, 0]  # of the slice that the target is in
         return of_target - total.log(), entropy
@@ -810,7 +811,7 @@ class SlicedLogprobs(torch.autograd.Function):
         grad_weights = [torch.empty_like(w) if trains else None for w, trains in zip(weights, trained)]
         for start in range(0, len(weights[0]), size):
             part = [w[start:start + size].detach().requires_grad_(trains) for w, trains in zip(weights, trained)]
-            with torch.enable_grad(), torch.autocast(*ctx.autocast):  # the same logits as in the forward pass
+            with torch.enable_grad(), ctx.autocast:  # the same logits as in the forward pass
                 logits = head_logits(config, hidden, *part)
             logp = torch.add(-top, logits.detach(), alpha=1 / temperature).sub_(log_total[:, None])
             probs, factor = logp.exp(), -grad
@@ -882,7 +883,8 @@ def sequence_scores(model, input_ids, attention_mask):
 def scores_at(model, input_ids, attention_mask, row, number):
     """The head's scores [n] of these `hidden_states`, in float32: in bfloat16, close ones would tie."""
     hidden = hidden_states(model, input_ids, attention_mask, row, number)
-    return F.linear(hidden.float(), *(p.float() for p in model.score.parameters()))[:, 0]
+    with torch.autocast(hidden.device.type, enabled=False):
+        return F.linear(hidden.float(), *(p.float() for p in model.score.parameters()))[:, 0]
 
 
 @torch.no_grad()
@@ -1717,7 +1719,8 @@ def load_reward_function(spec: str):
         with contextlib.chdir("."), torch.enable_grad(), random_states_kept(), ctrl_c_blocked():
             source.loader.exec_module(module)
         torch.set_default_dtype(dtype)
-        torch.set_default_device(None if device.type == "cpu" else device)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None if device.type == "cpu" else device)
     except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may end in sys.exit
         raise UserError(f"--reward {spec}: {path} does not load: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
@@ -1860,11 +1863,12 @@ def replace_tensors(function, value, place: str):
     if isinstance(value, torch.Tensor):
         return function(value, place)
     if isinstance(value, (dict, list)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        replaced = [(key, replace_tensors(function, item, f"{place}.{key}")) for key, item in items]
-        value = copy.copy(value)
-        for key, item in replaced:
-            value[key] = item
+        items = dict(value if isinstance(value, dict) else enumerate(value))
+        replaced = {key: replace_tensors(function, item, f"{place}[{key!r}]") for key, item in items.items()}
+        if any(replaced[key] is not item for key, item in items.items()):
+            value = copy.copy(value)
+            for key, item in replaced.items():
+                value[key] = item
     return value
 
 
@@ -1975,7 +1979,7 @@ class Run:
         trained: name=(model, optimizer, schedule) of each model that trains. Checkpoints hold these, the position in
         `data` and `self.extra`.
         """
-        self.data, self.trained, self.tensors = data, trained, self.split_extra()[0].keys()
+        self.data, self.trained, self.tensors = data, trained, {*self.split_extra()[0]}
         self.bad_steps = dict.fromkeys(trained, 0)  # each model's skipped updates in a row
         self.catch_signals()
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
@@ -2211,12 +2215,12 @@ class Run:
         return sorted(found, key=lambda path: int(path.name[5:]))
 
     def split_extra(self) -> tuple[dict, dict]:
-        """The tensors in `extra`, by their places, and a copy of it without them."""
+        """The tensors in the dicts and lists of `extra`, by their places, and a copy of it without them."""
         tensors = {}
 
         def set_aside(tensor, place):
             tensors[place] = tensor
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         return tensors, replace_tensors(set_aside, self.extra, "run.extra")
 
     def state(self) -> dict:
@@ -2245,7 +2249,7 @@ class Run:
 
     def save_checkpoint(self) -> None:
         """Write to a temporary directory, flush, rename; only then remove the previous checkpoint. Collective."""
-        if other := self.split_extra()[0].keys() ^ self.tensors:
+        if other := self.tensors.symmetric_difference(self.split_extra()[0]):
             raise TrainingFailed(f"{min(other)}: a tensor has come or gone since run.start, but --resume fills tensors "
                                  "in place; put it in a deque (whole: common.unsharded)")
         final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
@@ -2276,11 +2280,11 @@ class Run:
             own = json.loads(state["run"])
             dcp.load(state, checkpoint_id=path)
             saved = json.loads(state["run"])
+            if other := [f"{name} was {value}" for name, value in saved.items()  # once, MAY_CHANGE may have been less
+                         if name not in self.MAY_CHANGE and own.get(name) != value]:
+                raise UserError(f"--resume: {path} is of another run: {', '.join(other)}")
             rest, = state["rest_of_extra"]
             self.extra |= replace_tensors(lambda _, place: state["extra"][place], rest, "run.extra")
-        if other := [f"{name} was {value}" for name, value in saved.items()  # another version may have other MAY_CHANGE
-                     if name not in self.MAY_CHANGE and own.get(name) != value]:
-            raise UserError(f"--resume: {path} is of another run: {', '.join(other)}")
         self.data.position, self.bad_steps = state["position"], state["bad_steps"]
         torch.set_rng_state(state["random"])
         random.setstate(state["random_of_python"])
@@ -2834,10 +2838,11 @@ def check_config(cfg) -> None:
 
 
 def warn_of_flags(cfg) -> None:
-    """Say which flags leave something out, and which of a real model's still have a default that suits the tiny one."""
+    """Say so if nothing is evaluated or no update has the full --lr, and which flags of a real model's run still have a
+    default that suits the tiny one."""
     if not (cfg.eval_data or is_built_in(cfg.data) or getattr(cfg, "eval_problems", "")):
         say("no --eval_data: nothing is evaluated")
-    if cfg.warmup_steps >= (updates := most_updates(cfg)):
+    if getattr(cfg, "warmup_steps", 0) >= (updates := most_updates(cfg)):
         say(f"--warmup_steps {cfg.warmup_steps}: the run has at most {updates} updates, so none has the full --lr")
     sizes = ["lr", "value_lr", "overlong_buffer", "lam", *(["kl_coef"] if hasattr(cfg, "lam") else [])]  # PPO's β
     if getattr(cfg, "on_policy", True) or cfg.eval_problems or is_built_in(cfg.data):  # else dpo.py samples nothing

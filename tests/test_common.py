@@ -170,6 +170,18 @@ def test_autocast_around_the_forward_pass_holds_in_the_backward_pass():
     assert abs(bias.grad.sum()) < 0.01
 
 
+def test_scores_are_float32_also_under_autocast():
+    model, tokenizer = random_model("Qwen2")
+    model.config.num_labels = 1
+    critic = common.AutoModelForSequenceClassification.from_config(model.config).eval()
+    input_ids, attention_mask, mask = batch_of_three(tokenizer)
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = common.sequence_scores(critic, input_ids, attention_mask)
+        values = common.token_values(critic, input_ids, attention_mask, mask.shape[1] + 1)
+    assert scores.dtype == values.dtype == torch.float32
+    assert (scores != scores.bfloat16()).all()
+
+
 @pytest.mark.parametrize("ban", [-math.inf, torch.finfo(torch.float32).min])  # the latter divided by 0.7 is −∞ too
 def test_a_model_that_bans_tokens_has_finite_entropies(ban):
     """As Chameleon bans its image tokens. A banned token adds p log p = 0 to the entropy."""

@@ -280,7 +280,8 @@ def test_a_checkpoint_keeps_what_a_script_wants(tmp_path):
     def extra(n):
         return {"accuracy": {i: i / 2 for i in range(n)}, "seen": collections.Counter("ab" * n), "none": {},
                 "pair": (n, [n]), "rollouts": collections.deque(torch.full((2,), i) for i in range(n)),
-                "mixed": {"a": torch.full((2,), n), "b": [torch.tensor(n), *range(n)], 1: {i: "c" for i in range(n)}}}
+                "mixed": {"a": torch.full((2,), n), "b": [torch.tensor(n), *range(n)], 1: {i: "c" for i in range(n)}},
+                "a.b": torch.tensor([1]), "a": {"b": torch.tensor([2])}}  # whose places must not be the same
 
     def tensors(extra):
         return [extra["mixed"]["a"], extra["mixed"]["b"][0]]
@@ -297,7 +298,7 @@ def test_a_checkpoint_keeps_what_a_script_wants(tmp_path):
         assert str(run.extra) == str(extra(2))
         assert all(a is b for a, b in zip(tensors(run.extra), tensors(at_start)))  # filled in place
     run.extra["mixed"]["b"].append(torch.tensor(2))
-    with pytest.raises(common.TrainingFailed, match=r"run.extra.mixed.b.3: a tensor has come or gone"):
+    with pytest.raises(common.TrainingFailed, match=r"run.extra\['mixed'\]\['b'\]\[3\]: a tensor has come or gone"):
         run.save_checkpoint()
 
 
