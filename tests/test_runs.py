@@ -867,8 +867,8 @@ def test_out_of_gpu_memory_says_where_and_which_flag_helps(function, error, advi
     exec(f"def {function}(*args): raise {error}", scope)
     monkeypatch.setattr(importlib.import_module("grpo"), function, scope[function])
     errors = run_script("grpo.py", "--prompts_per_step", 2, "--output_dir", tmp_path / "run", code=1)
-    message, = [line for line in errors.replace("\r", "\n").splitlines() if "error" in line]
-    assert message.startswith("grpo.py: error: out of memory ")
+    message, *others = [line for line in errors.replace("\r", "\n").splitlines() if "error" in line]
+    assert message.startswith("grpo.py: error: out of memory ") and not others, errors
     assert advice in message and "checkpoint, if any, is intact" in message
     assert list((tmp_path / "run" / "checkpoint").glob("step-*/.metadata"))
 
