@@ -263,8 +263,9 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     device = model.device
     pad_id = next((i for i in (tokenizer.pad_token_id, *eos_ids(model, tokenizer)) if i is not None), 0)
     temperature = 0 if greedy else temperature
+    # A pad id at the edge of some rows is padding; of all rows, it is their BOS or EOS.
     if isinstance(prompts, torch.Tensor) and prompts.dim() == 2 and any(
-            0 < (edge == pad_id).sum() < len(prompts) for edge in (prompts[:, :1], prompts[:, -1:])):  # of all: a BOS
+            0 < (edge == pad_id).sum() < len(prompts) for edge in (prompts[:, :1], prompts[:, -1:])):
         raise ValueError("padded prompts: want strings or unpadded lists of token ids")
     prompts = [prompts] if isinstance(prompts, str) or hasattr(prompts, "keys") else list(prompts)
     if all(isinstance(prompt, str) for prompt in prompts):
@@ -284,7 +285,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     prompt_ids, prompt_mask, _ = collate(prompts, [[]] * len(prompts), pad_id, device)  # [P, L]
     N = len(prompts) * group_size
     draw = torch.rand if temperature else torch.zeros  # greedy decoding does not move the random state
-    uniforms = draw(N, max_new_tokens, dtype=torch.float64, device="cpu")  # may be over a gigabyte
+    uniforms = draw(N, max_new_tokens, dtype=torch.float64, device="cpu")  # it may be over a gigabyte
     ends = torch.tensor(eos_ids(model, tokenizer), device=device)
     tokens = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)
     logprobs = torch.zeros(N, max_new_tokens, device=device, dtype=torch.float32)
@@ -1859,7 +1860,10 @@ class Meter:
 
 
 def replace_tensors(function, value, place: str):
-    """A copy of nested dicts and lists, such as a state dict, with function(tensor, place) for each tensor in them."""
+    """A copy of nested dicts and lists, such as a state dict, with function(tensor, place) for each tensor in them.
+
+    place: the name of `value` in Python, such as "run.extra". That of a tensor in it is then "run.extra['weights'][0]".
+    """
     if isinstance(value, torch.Tensor):
         return function(value, place)
     if isinstance(value, (dict, list)):
@@ -1909,7 +1913,8 @@ class Run:
         self.stop_signal = 0
         # What a script of yours wants checkpoints to keep, the same on every rank. All keys must be there before
         # `start`. --resume fills tensors in place, also those in dicts and lists: all must be there too, and keep shape
-        # and dtype. All else it replaces: read it from here. Tensors that come and go may be in a deque (`unsharded`).
+        # and dtype. All else it replaces: read it from here. Tensors that come and go may be in a deque, each of them
+        # whole (`unsharded`).
         self.extra = {}
         self.device = setup_device()  # before what may fail on one machine alone: the others then notice that it ended
         flags = gather_in_order([vars(cfg) | {"output_dir": ""}])  # `start` looks whether the machines share that
@@ -2280,7 +2285,7 @@ class Run:
             own = json.loads(state["run"])
             dcp.load(state, checkpoint_id=path)
             saved = json.loads(state["run"])
-            if other := [f"{name} was {value}" for name, value in saved.items()  # once, MAY_CHANGE may have been less
+            if other := [f"{name} was {value}" for name, value in saved.items()  # MAY_CHANGE differs by version
                          if name not in self.MAY_CHANGE and own.get(name) != value]:
                 raise UserError(f"--resume: {path} is of another run: {', '.join(other)}")
             rest, = state["rest_of_extra"]

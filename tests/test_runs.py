@@ -353,7 +353,7 @@ def test_tokenizer_and_model_that_do_not_fit(fails, tmp_path):
     model, tokenizer = random_model("Qwen2")
     save(tmp_path / "model", model, tokenizer)
     rows = write(tmp_path / "rows.jsonl", GOOD_ROW)
-    # and no advice on --lr, nor a word on what is missing: no --eval_data, more --steps than --warmup_steps
+    # Neither advice on --lr, nor a word on --eval_data, which is missing, or on a run that is all warm-up
     assert "no rows left" in fails("--model", tmp_path / "model", "--max_prompt_tokens", 1, "--data", rows,
                                    "--warmup_steps", 99)
     backend = Tokenizer(models.WordLevel({"<eos>": 0, "1": 1, "9": 500}, unk_token="1"))  # few tokens, a high id
