@@ -98,8 +98,7 @@ def setup_device() -> torch.device:
         torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for each shape; NaN at some lengths (pytorch #196678)
     else:
-        # Some gradients (of repeated indices, of a mixture of experts) would otherwise be summed in whatever order the
-        # threads run, and a run would not repeat bit for bit.
+        # Else gradients of repeated indices are summed in whatever order the threads run, and a run does not repeat.
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # slow, and not needed for this
     with contextlib.suppress(AttributeError):  # other systems have no prctl or mallopt
@@ -113,8 +112,7 @@ def setup_device() -> torch.device:
             libc.mallopt(-3, 2 ** 25)  # M_MMAP_THRESHOLD
     if (cuda or torchrun) and not dist.is_initialized():  # FSDP2 needs a process group, on a single GPU too
         job = {} if torchrun else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        # Ranks wait while another samples for longer, or rank 0 downloads. The defaults are too short for that: ten
-        # minutes for NCCL, half an hour for gloo.
+        # Ranks wait while one samples for longer, or downloads. The defaults (NCCL's ten minutes) are too short for it.
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(hours=6), **job)
         sum_over_ranks(torch.zeros(1, device=device))  # NCCL's first sum allocates memory: now there still is some
     return device
@@ -248,9 +246,8 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     prompts: strings (or a single one), used as they are, without a chat template; or unpadded lists of token ids.
     Temperature 0 is greedy. Any top-k, top-p or penalty in the model's generation config is ignored: the policy that is
     scored must be the policy that sampled. Collective: every rank passes the same prompts, decodes its share of the
-    rows and gets the whole rollout. Raises ValueError if the ranks' prompts differ, if there are none, if one has no
-    tokens, if a tensor of them is padded in some rows, or if a number is out of range, and UserError if the model takes
-    no DynamicCache.
+    rows and gets the whole rollout. Raises ValueError for arguments that make no sense, and UserError if the model
+    takes no DynamicCache.
 
     A token is drawn by inverting the cumulative distribution at a uniform random number. Every (row, position) has its
     own number, drawn up front. So apart from rounding in the model, the samples do not depend on which rows share a
@@ -261,27 +258,19 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
         raise UserError(f"{type(model).__name__}: its state is no DynamicCache, or its forward method does not name it "
                         "(past_key_values), so it cannot be sampled from; of a wrapper (PEFT, DDP) pass what it wraps")
     device = model.device
-    pad_id = next((i for i in (tokenizer.pad_token_id, *eos_ids(model, tokenizer)) if i is not None), 0)
+    pad_id = tokenizer.pad_token_id or 0  # any would do: what is padding, the mask says
     temperature = 0 if greedy else temperature
-    # A pad id at the edge of some rows is padding; of all rows, it is their BOS or EOS.
-    if isinstance(prompts, torch.Tensor) and prompts.dim() == 2 and any(
-            0 < (edge == pad_id).sum() < len(prompts) for edge in (prompts[:, :1], prompts[:, -1:])):
-        raise ValueError("padded prompts: want strings or unpadded lists of token ids")
-    prompts = [prompts] if isinstance(prompts, str) or hasattr(prompts, "keys") else list(prompts)
-    if all(isinstance(prompt, str) for prompt in prompts):
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    if isinstance(prompts, list) and all(isinstance(prompt, str) for prompt in prompts):
         prompts = encode(tokenizer, [(prompt, False) for prompt in prompts])
-    else:
-        try:
-            prompts = [[int(token) for token in prompt] for prompt in prompts]
-        except (TypeError, ValueError):
-            raise ValueError("want strings or unpadded lists of token ids: of a tokenizer's output its input_ids, of "
-                             "chat messages what apply_chat_template(…, tokenize=False) returns") from None
+    if not (isinstance(prompts, list) and prompts and all(isinstance(ids, list) and ids for ids in prompts)
+            and all(isinstance(token, int) for token in itertools.chain(*prompts))):
+        raise ValueError("want strings or unpadded lists of token ids, at least one, and none without tokens (of chat "
+                         "messages, what apply_chat_template(…, tokenize=False) returns)")
     if len(set(gather_in_order([zlib.crc32(repr(prompts).encode())]))) > 1:  # a checksum is enough
         raise ValueError("sample is collective: every rank must pass the same prompts")
     if min(group_size, max_new_tokens) < 1 or not temperature >= 0:
         raise ValueError("want a group_size and max_new_tokens of at least 1, and a temperature of at least 0")
-    if not prompts or not all(prompts):
-        raise ValueError("no prompt, or a prompt without tokens: there is nothing to condition on")
     prompt_ids, prompt_mask, _ = collate(prompts, [[]] * len(prompts), pad_id, device)  # [P, L]
     N = len(prompts) * group_size
     draw = torch.rand if temperature else torch.zeros  # greedy decoding does not move the random state
@@ -385,7 +374,7 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits = forward(prompt_ids, mask if padded else None, positions)[rows]  # [n, V]
     cache.reorder_cache(rows)  # one row per completion, no longer per prompt
-    room = max_new_tokens + -(L + max_new_tokens) % 8  # CUDA's attention kernels prefer a multiple of 8 columns
+    room = math.ceil((L + max_new_tokens) / 8) * 8 - L  # CUDA's attention kernels prefer a multiple of 8 columns
     for i, layer in enumerate(cache.layers):  # layer by layer, so that there are never two whole caches in memory
         window = getattr(layer, "sliding_window", None) or math.inf  # one that no row reaches hides nothing
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and L + room <= window:
@@ -478,7 +467,7 @@ class GraphStep:
 
     def __init__(self, forward, cache, mask, column: int):
         self.forward, self.cache = forward, cache
-        doubled = -(-2 * (column + 1) // 64) * 64  # the columns so far times two, rounded up to a multiple of 64
+        doubled = math.ceil(2 * (column + 1) / 64) * 64  # twice the columns so far, rounded up to a multiple of 64
         self.width = min(mask.shape[1], max(LEAST_COLUMNS, doubled))
         self.mask, self.columns = mask[:, :self.width].bool(), torch.arange(self.width, device=mask.device)
         self.ids, self.position = torch.zeros(2, len(mask), 1, dtype=torch.long, device=mask.device)
@@ -577,7 +566,7 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
     size = min(V, 512)
     if temperature != 1.0:
         logits = logits.float() / temperature
-    weights = logits.new_empty(n, -(-V // size) * size, dtype=torch.float32)  # probabilities, not normalised
+    weights = logits.new_empty(n, math.ceil(V / size) * size, dtype=torch.float32)  # probabilities, not normalised
     torch.sub(logits, logits.amax(-1, keepdim=True).float(), out=weights[:, :V]).exp_()
     weights[:, V:] = 0  # the last block may be longer than what is left of the vocabulary
     weights = weights.view(n, -1, size)
@@ -588,6 +577,7 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
     block = torch.searchsorted(cumulative, threshold, right=True).clamp(max=sums.shape[1] - 1)  # clamped for NaN logits
     place = (threshold - F.pad(cumulative, (1, 0)).gather(1, block)) / sums.gather(1, block)  # in the block, 0 to 1
     place = place.clamp(max=1 - 2 ** -53)  # rounding may make it 1, but no cumulative sum exceeds the whole
+    # Within the block, summed again in float64. (`sums` are float32's, so `place` is a share of the block's sum.)
     cumulative = weights[torch.arange(n, device=block.device), block[:, 0]].cumsum(-1, dtype=torch.float64)  # [n, size]
     token = torch.searchsorted(cumulative, place * cumulative[:, -1:], right=True)
     token = (block * size + token).clamp(max=V - 1)  # [n, 1]
@@ -632,7 +622,7 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     first token of a row, which nothing predicts.
     Call `model.eval()` first if the model has dropout. In a longrope model, such as Phi-3, a row that is longer than
     `context_length(model.config)` changes the log-probs of all. Raises ValueError if T leaves no column for a prompt or
-    the shapes differ, and RuntimeError where a second derivative is asked for (unless it has full logits).
+    the shapes differ. There is no second derivative.
 
     [B, T, V] never exists (`SlicedLogprobs`), except for a head that `head_logits` cannot reproduce: a warning says so.
     (That is found out at the first call: `del model.head_is_sliceable` after a change of the head. It is also so where
@@ -723,8 +713,8 @@ def read_prefixes_once(model, ids, shared: int):
     prefixes, which = distinct_rows(ids[:, :shared])
     hidden = read(prefixes, positions[:, :shared])
     cache.reorder_cache(which)
-    # Even if no one reads these hidden states, they must keep their gradient (of zeros): FSDP gathers a layer's weights
-    # for a backward pass when its output has a gradient, and the cache needs that pass.
+    # Even if no one reads these hidden states, they must keep their gradient (of zeros): on a GPU, FSDP gathers a
+    # layer's weights for a backward pass when its output has a gradient, and the cache needs that pass.
     return torch.cat([hidden.index_select(0, which), read(ids[:, shared:], positions[:, shared:])], 1)
 
 
@@ -946,12 +936,12 @@ def micro_batches(batch, blocks, max_tokens: int):
         longest = max(total[row] for row in block)  # its rows stay together: padding up to this does not count
         new = {copy_of[row]: longest for row in block}
         widths = max(prompt[row] for row in block), max(completion[row] for row in block)
-        held |= new
+        held |= new  # as if the block joined the last one
         L, T = max(L, widths[0]), max(T, widths[1])
         size = len(held) * (L + T)
         padding = 1 - sum(held.values()) / len(held) / max(held.values())  # of the rows as `hidden_states` shifts them
         if not dealt or size > max_tokens / 4 and (size > max_tokens or padding > MAX_PADDING):
-            dealt.append([])
+            dealt.append([])  # it does not: it begins another one
             held, (L, T) = new, widths
         dealt[-1].append(block)
     while len(dealt) % world_size():  # halve the micro-batch with most blocks until every rank gets as many
@@ -1019,10 +1009,9 @@ def read_json_lines(path: str) -> list[tuple[dict, str]]:
                 continue
             place = f"{path} line {number}"
             with one_line_errors(f"{place}: want a JSON object, one a line"):
-                line = line.decode("utf-8-sig").strip()
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8-sig"))
                 # Half a surrogate pair, "\ud83d", is no text: encoding it fails. Trying all rows would double the time.
-                if "\\ud" in line.lower():
+                if b"\\ud" in line.lower():
                     json.dumps(row, ensure_ascii=False).encode()
             if not isinstance(row, dict):
                 raise UserError(f"{place}: want a JSON object, not {type(row).__name__}")
@@ -1052,9 +1041,12 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
         if not is_prompt(prompt):
             raise UserError(f"{place}: want a prompt (text, or messages with role and content) under prompt, "
                             f"question or problem; it has {columns(row)}")
-        found = [*map(row.get, ANSWERS), verl.get("ground_truth") if isinstance(verl, dict) else None]
-        found = [f"{value:.15g}" if type(value) is float else str(value) for value in found  # 0.1 + 0.2 is 0.3; no bool
-                 if type(value) in (str, int) and str(value).strip() or type(value) is float and math.isfinite(value)]
+        found = []
+        for value in (*map(row.get, ANSWERS), verl.get("ground_truth") if isinstance(verl, dict) else None):
+            if type(value) in (str, int) and str(value).strip():  # no bool
+                found.append(str(value))
+            elif type(value) is float and math.isfinite(value):
+                found.append(f"{value:.15g}")  # 0.1 + 0.2 is 0.3
         if need_answer and not found:
             raise UserError(f"{place}: no answer (a string or a finite number) under answer or solution, which "
                             f"--reward verifier needs; it has {columns(row)}")
@@ -1106,8 +1098,8 @@ def read_train_and_eval(cfg, read=None) -> tuple[list, list]:
 def encode(tokenizer, prompts: list[tuple[str, bool]]) -> list[list[int]]:
     """Token ids of prompts, each a text and whether a chat template wrote it.
 
-    A template writes all the special tokens itself. Any other text gets the tokenizer's BOS in front, unless the
-    tokenizer has none or the text begins with it. No prompt gets an EOS: its completion follows.
+    A template writes all the special tokens itself. Any other text gets in front what the tokenizer puts there, which
+    is its BOS or nothing, unless it begins with it. No prompt gets an EOS: its completion follows.
     """
     with_special, plain = (tokenizer("1", add_special_tokens=special)["input_ids"] for special in (True, False))
     bos = with_special[:with_special.index(plain[0])]  # a list of one token, or of none
@@ -1214,15 +1206,18 @@ def answer_form(tokenizer) -> tuple[str, str, list[int]]:
     except Exception:  # there is no template, or it refuses these messages
         return "", "", [tokenizer.eos_token_id]
     before, _, after = text.rpartition(answer["content"])
+    # Qwen3's prompt ends in "assistant\n", and `before` in "assistant\n<think>\n\n</think>\n\n"; R1's in
+    # "<｜Assistant｜><think>\n" and "<｜Assistant｜>". Where they part, surplus and lead begin.
     # A thought that prompt and answer both open (Qwen3.5's) or both have empty (MiniMind's; DeepSeek-V3.1's is a mere
     # </think>) counts as the answer's, which may have one of its own. No tag is cut in two: "<think>" and "</think>"
     # (GLM-4.7's) share "<".
     shared = re.sub(r"(<think>\s*)?(</think>\s*)?$|<[^<>\s]*$", "", os.path.commonprefix([prompt, before]))
+    surplus, lead = prompt[len(shared):], before[len(shared):]
     if question["content"] not in shared:  # they part before the answer: nothing to compare
-        prompt = before = shared
+        surplus = lead = ""
     ids = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
     token = tokenizer.added_tokens_decoder.get(ids[0]) if ids else None
-    return prompt[len(shared):], before[len(shared):], ids if token and token.special else [tokenizer.eos_token_id]
+    return surplus, lead, ids if token and token.special else [tokenizer.eos_token_id]
 
 
 def thought_opening(surplus: str) -> str:
@@ -1591,7 +1586,7 @@ def load_reward(cfg, wrong: float = 0.0):
 
     @timed("reward")
     def score(problems: list[Problem], rollout: Rollout):
-        if len(set(gather_in_order([zlib.crc32(repr(rollout.completions).encode())]))) > 1:  # of a sampler of your own
+        if len(set(gather_in_order([zlib.crc32(repr(rollout.completions).encode())]))) > 1:  # `sample` was replaced
             raise UserError("the processes' completions differ: let one sample for all (common.from_main_rank)")
         G = len(rollout.completions) // len(problems)
         rows = [problem for problem in problems for _ in range(G)]  # [N]
@@ -1649,7 +1644,8 @@ def load_reward_model(cfg):
     # What reward_model.py has trained is read at the end of a turn. Others, such as TRL's, have learned from the whole
     # text of a template, and are read at its last token: ChatML's and Gemma's write a newline after that end.
     whole = not hasattr(model.config, "reward_shift")
-    tail, context = answer_form(own)[2][:None if whole else 1], context_length(model.config)
+    (*_, tail), context = answer_form(own), context_length(model.config)
+    tail = tail if whole else tail[:1]
     other = load_tokenizer(model_name(cfg), cfg.trust_remote_code)  # the policy's
     same_tokens = own.get_vocab() == other.get_vocab() and own.chat_template == other.chat_template and len(tail) == 1
 
@@ -1661,8 +1657,8 @@ def load_reward_model(cfg):
         # Where the prompt leaves room for no more than the tail, its beginning is cut instead, or all its answers would
         # score the same.
         prompt = position[:, -T - 1:-T]  # [N, 1] tokens of each prompt
-        fills = prompt + len(tail) >= context
-        unread = torch.minimum(position[:, -1:] - context, prompt - 1) * fills if cut else 0
+        too_many = (position[:, -1:] - context if cut else 0 * prompt).clamp(min=0)  # [N, 1]; the context may be inf
+        unread = torch.minimum(too_many, prompt - 1) * (prompt + len(tail) >= context)  # tokens at its beginning
         kept = batch.attention_mask * (position > unread) * (position <= unread + context)
         last = (kept * position).argmax(1, keepdim=True)  # [N, 1] the column of each last token
         # The tail takes the place of the last tokens: more of them might not fit into the context.
@@ -1696,7 +1692,7 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     G, completions = len(rollout.completions) // len(problems), iter(rollout.completions)
     given = [(text, ids, opening + next(completions), is_begun(prompt)) for prompt, text, ids, opening
              in zip(prompts, rendered, encode(tokenizer, rendered), openings) for _ in range(G)]  # [N]
-    answers = [answer + tail[:None if whole else 1] for answer in encode_answers(tokenizer, given, lead)]
+    answers = [answer + (tail if whole else tail[:1]) for answer in encode_answers(tokenizer, given, lead)]
     return collate([ids for _, ids, *_ in given], answers, tokenizer.pad_token_id, rollout.mask.device)
 
 
@@ -1859,23 +1855,6 @@ class Meter:
         return {name: s / w if w else math.nan for name, (s, w) in zip(names, sum_over_ranks(sums).tolist())}
 
 
-def replace_tensors(function, value, place: str):
-    """A copy of nested dicts and lists, such as a state dict, with function(tensor, place) for each tensor in them.
-
-    place: the name of `value` in Python, such as "run.extra". That of a tensor in it is then "run.extra['weights'][0]".
-    """
-    if isinstance(value, torch.Tensor):
-        return function(value, place)
-    if isinstance(value, (dict, list)):
-        items = dict(value if isinstance(value, dict) else enumerate(value))
-        replaced = {key: replace_tensors(function, item, f"{place}[{key!r}]") for key, item in items.items()}
-        if any(replaced[key] is not item for key, item in items.items()):
-            value = copy.copy(value)
-            for key, item in replaced.items():
-                value[key] = item
-    return value
-
-
 class Run:
     """Everything around the training loop that is not the algorithm. A run
 
@@ -1912,9 +1891,9 @@ class Run:
         self.failing = False  # set after --max_bad_steps skipped updates in a row
         self.stop_signal = 0
         # What a script of yours wants checkpoints to keep, the same on every rank. All keys must be there before
-        # `start`. --resume fills tensors in place, also those in dicts and lists: all must be there too, and keep shape
-        # and dtype. All else it replaces: read it from here. Tensors that come and go may be in a deque, each of them
-        # whole (`unsharded`).
+        # `start`. --resume fills tensors and dicts of nothing but tensors, such as a model's state dict, in place: they
+        # keep their keys, shapes and dtypes. All else it replaces: read it from here. (A tensor in there is a whole
+        # one: `unsharded`.)
         self.extra = {}
         self.device = setup_device()  # before what may fail on one machine alone: the others then notice that it ended
         flags = gather_in_order([vars(cfg) | {"output_dir": ""}])  # `start` looks whether the machines share that
@@ -1984,7 +1963,7 @@ class Run:
         trained: name=(model, optimizer, schedule) of each model that trains. Checkpoints hold these, the position in
         `data` and `self.extra`.
         """
-        self.data, self.trained, self.tensors = data, trained, {*self.split_extra()[0]}
+        self.data, self.trained, self.filled = data, trained, self.names_of_tensors()
         self.bad_steps = dict.fromkeys(trained, 0)  # each model's skipped updates in a row
         self.catch_signals()
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
@@ -2148,10 +2127,7 @@ class Run:
     def end_step(self, step: int, metrics: dict[str, float]) -> None:
         """Log the step, save if it is time to, and stop the run if it has to stop. Collective."""
         metrics = {**metrics, "epoch": self.data.position / len(self.data.items)}
-        for name, value in metrics.items():
-            with one_line_errors(f"metric {name}: want a single number, not {value!r:.80}", TrainingFailed):
-                metrics[name] = unsharded(value).item() if hasattr(value, "item") else value
-                math.isfinite(metrics[name])  # else TypeError
+        metrics = {name: unsharded(x).item() if hasattr(x, "item") else x for name, x in metrics.items()}
         if rank() == 0:
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             self.append("metrics.jsonl", [{"step": step, **finite}])  # JSON has no NaN
@@ -2210,32 +2186,27 @@ class Run:
         if self.cfg.log_to == "wandb":
             import wandb
             wandb.finish()
-        if self.catches_signals:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first. A directory gets such a name only when all of it is on disk."""
         found = [path for path in (self.directory / "checkpoint").glob("step-*") if path.name[5:].isdecimal()]
         return sorted(found, key=lambda path: int(path.name[5:]))
 
-    def split_extra(self) -> tuple[dict, dict]:
-        """The tensors in the dicts and lists of `extra`, by their places, and a copy of it without them."""
-        tensors = {}
-
-        def set_aside(tensor, place):
-            tensors[place] = tensor
-            return torch.empty(0, device="cpu")
-        return tensors, replace_tensors(set_aside, self.extra, "run.extra")
+    def names_of_tensors(self) -> dict:
+        """The names in `extra` of tensors (of dicts of tensors, with their keys), which `dcp.load` fills in place."""
+        values = {name: value if isinstance(value, dict) else {None: value} for name, value in self.extra.items()}
+        return {name: {*of_name} for name, of_name in values.items()
+                if of_name and all(isinstance(x, torch.Tensor) for x in of_name.values())}
 
     def state(self) -> dict:
         """All that a checkpoint holds. The tensors are the live ones: `dcp.load` fills them in place."""
-        fixed = {name: value for name, value in self.flags.items() if name not in self.MAY_CHANGE}
-        fixed |= {"script": self.script, "rows of --data": len(self.data.items),
-                  "checksum of --data": self.data.checksum, "run.extra": sorted(self.extra)}
-        tensors, rest = self.split_extra()
-        # A tuple is saved as an object. Of a dict, `dcp` would save each value, with its key made a string.
-        state = {"run": json.dumps(fixed), "position": self.data.position, "extra": tensors, "rest_of_extra": (rest,),
+        # What --resume must find the same, beside the flags (`check_directory`).
+        same = {"script": self.script, "rows of --data": len(self.data.items), "checksum of --data": self.data.checksum,
+                "run.extra": sorted(self.extra), "its tensors": sorted(self.filled)}
+        filled = {name: value for name, value in self.extra.items() if name in self.filled}
+        rest = {name: value for name, value in self.extra.items() if name not in self.filled}
+        # A tuple is saved as one object. Of a dict, `dcp` would save each value, with its key made a string.
+        state = {"run": json.dumps(same), "position": self.data.position, "extra": filled, "rest_of_extra": (rest,),
                  "bad_steps": self.bad_steps, "updates": {},
                  "random": torch.get_rng_state(),  # these three are the same on every rank
                  "random_of_python": random.getstate(), "random_of_numpy": np.random.get_state()}
@@ -2254,9 +2225,9 @@ class Run:
 
     def save_checkpoint(self) -> None:
         """Write to a temporary directory, flush, rename; only then remove the previous checkpoint. Collective."""
-        if other := self.tensors.symmetric_difference(self.split_extra()[0]):
-            raise TrainingFailed(f"{min(other)}: a tensor has come or gone since run.start, but --resume fills tensors "
-                                 "in place; put it in a deque (whole: common.unsharded)")
+        if self.names_of_tensors() != self.filled:
+            raise TrainingFailed("run.extra: tensors have come or gone since run.start, but --resume fills those that "
+                                 "are there; put them in a list (whole: common.unsharded)")
         final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
         temporary = final.with_name("unfinished")
         try:
@@ -2285,11 +2256,9 @@ class Run:
             own = json.loads(state["run"])
             dcp.load(state, checkpoint_id=path)
             saved = json.loads(state["run"])
-            if other := [f"{name} was {value}" for name, value in saved.items()  # MAY_CHANGE differs by version
-                         if name not in self.MAY_CHANGE and own.get(name) != value]:
+            if other := [f"{name} was {value}" for name, value in saved.items() if own.get(name) != value]:
                 raise UserError(f"--resume: {path} is of another run: {', '.join(other)}")
-            rest, = state["rest_of_extra"]
-            self.extra |= replace_tensors(lambda _, place: state["extra"][place], rest, "run.extra")
+            self.extra |= state["rest_of_extra"][0]
         self.data.position, self.bad_steps = state["position"], state["bad_steps"]
         torch.set_rng_state(state["random"])
         random.setstate(state["random_of_python"])
@@ -2393,8 +2362,9 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
             model, report = cls.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True,
                                                 trust_remote_code=trust_remote_code, output_loading_info=True,
                                                 ignore_mismatched_sizes=True)
-            for key, *shapes in sorted(report["mismatched_keys"]):  # by itself, transformers would not say which
-                raise UserError("--model {}: {} is {}, but {} is wanted".format(name, key, *map(list, shapes)))
+            if mismatched := report["mismatched_keys"]:  # by itself, transformers would not say which
+                key, found, wanted = min(mismatched)
+                raise UserError(f"--model {name}: {key} is {[*found]}, but {[*wanted]} is wanted")
             # Missing weights would stay random, which only those of a head that is to be trained may be.
             if missing := set(report["missing_keys"]) - ({"score.weight"} if trainable else set()):
                 hint = " (is it a reward model?)" if missing == {"score.weight"} else ""
@@ -2405,8 +2375,8 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
     model = on_main_rank(read_weights)
     ties = getattr(text_config, "tie_word_embeddings", False)  # Inkling's has no such field
     if cls is AutoModelForCausalLM and ties and not from_main_rank(model and is_tied(model)):
-        for part in (config, text_config, *([model.config, model.config.get_text_config()] if model else [])):
-            part.tie_word_embeddings = False
+        for whole in (config, model.config) if model else (config,):
+            whole.tie_word_embeddings = whole.get_text_config().tie_word_embeddings = False
     if rank() > 0:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):  # DiffLlama draws some numbers all the same
             model = cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -747,11 +747,6 @@ def test_a_part_that_no_gradient_reaches_can_be_resumed(tmp_path, monkeypatch):
         begin(resume=True, rows=3)  # a position in two rows says nothing about three
     with pytest.raises(common.UserError, match="step-000001 is of another run: checksum of --data was"):
         begin(resume=True, prompt=2)
-    config = tmp_path / "run" / "config.json"
-    config.write_text(config.read_text().replace('"seed": 0', '"seed": 5'))  # as if the checkpoint came from elsewhere
-    with pytest.raises(common.UserError, match="step-000001 is of another run: seed was 0"):
-        begin(resume=True, seed=5)
-    config.write_text(config.read_text().replace('"seed": 5', '"seed": 0'))
     for file in (tmp_path / "run").glob("checkpoint/*/*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(common.UserError, match="is damaged.*(EOF|Error)"):
