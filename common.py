@@ -1816,6 +1816,7 @@ def make_optimizer(model, cfg, betas=(0.9, 0.999)):
     parts must have that same dict), but nothing of its `param_groups`; where no step has made an update yet, they hold
     AdamW's initial state.
     """
+    reshard(model)
     layers = decoder_layers(model)
     layers[:int(cfg.freeze_layers * len(layers))].requires_grad_(False)
     if cfg.gradient_checkpointing:  # before transformers 5.23 it has only its second name
@@ -1824,7 +1825,6 @@ def make_optimizer(model, cfg, betas=(0.9, 0.999)):
             enable({"use_reentrant": False})
         for module in model.modules():  # layers recompute in training mode only; all else stays in evaluation mode
             module.training = hasattr(module, "gradient_checkpointing")
-    reshard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=betas, weight_decay=0.0, fused=True)
     name = "constant_with_warmup" if cfg.lr_schedule == "constant" else cfg.lr_schedule
     return optimizer, transformers.get_scheduler(name, optimizer, cfg.warmup_steps, most_updates(cfg))
@@ -1892,8 +1892,8 @@ class Run:
         self.stop_signal = 0
         # What a script of yours wants checkpoints to keep, the same on every rank. All keys must be there before
         # `start`. --resume fills tensors and dicts of nothing but tensors, such as a model's state dict, in place: they
-        # keep their keys, shapes and dtypes. All else it replaces: read it from here. (A tensor in there is a whole
-        # one: `unsharded`.)
+        # keep their keys, shapes and dtypes. All else it replaces: read it from here. (Tensors in there want to be
+        # whole, `unsharded`, and on the CPU.)
         self.extra = {}
         self.device = setup_device()  # before what may fail on one machine alone: the others then notice that it ended
         flags = gather_in_order([vars(cfg) | {"output_dir": ""}])  # `start` looks whether the machines share that
@@ -2227,7 +2227,7 @@ class Run:
         """Write to a temporary directory, flush, rename; only then remove the previous checkpoint. Collective."""
         if self.names_of_tensors() != self.filled:
             raise TrainingFailed("run.extra: tensors have come or gone since run.start, but --resume fills those that "
-                                 "are there; put them in a list (whole: common.unsharded)")
+                                 "are there; put them in a list (whole, common.unsharded, and on the CPU)")
         final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
         temporary = final.with_name("unfinished")
         try:
