@@ -70,6 +70,7 @@ import transformers
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -243,7 +244,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
            greedy: bool = False) -> Rollout:
     """Sample `group_size` completions of each prompt from softmax(logits / temperature) over the whole vocabulary.
 
-    prompts: strings (or a single one), used as they are, without a chat template; or unpadded lists of token ids.
+    prompts: a list of strings, used as they are, without a chat template (or one string), or of unpadded lists of ids.
     Temperature 0 is greedy. Any top-k, top-p or penalty in the model's generation config is ignored: the policy that is
     scored must be the policy that sampled. Collective: every rank passes the same prompts, decodes its share of the
     rows and gets the whole rollout. Raises ValueError for arguments that make no sense, and UserError if the model
@@ -265,8 +266,8 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
         prompts = encode(tokenizer, [(prompt, False) for prompt in prompts])
     if not (isinstance(prompts, list) and prompts and all(isinstance(ids, list) and ids for ids in prompts)
             and all(isinstance(token, int) for token in itertools.chain(*prompts))):
-        raise ValueError("want strings or unpadded lists of token ids, at least one, and none without tokens (of chat "
-                         "messages, what apply_chat_template(…, tokenize=False) returns)")
+        raise ValueError("want a list of strings, or of unpadded lists of token ids (ints), none without tokens (of "
+                         "chat messages, what apply_chat_template(…, tokenize=False) returns)")
     if len(set(gather_in_order([zlib.crc32(repr(prompts).encode())]))) > 1:  # a checksum is enough
         raise ValueError("sample is collective: every rank must pass the same prompts")
     if min(group_size, max_new_tokens) < 1 or not temperature >= 0:
@@ -1009,7 +1010,7 @@ def read_json_lines(path: str) -> list[tuple[dict, str]]:
                 continue
             place = f"{path} line {number}"
             with one_line_errors(f"{place}: want a JSON object, one a line"):
-                row = json.loads(line.decode("utf-8-sig"))
+                row = json.loads(line.decode("utf-8-sig").strip())
                 # Half a surrogate pair, "\ud83d", is no text: encoding it fails. Trying all rows would double the time.
                 if b"\\ud" in line.lower():
                     json.dumps(row, ensure_ascii=False).encode()
@@ -1892,8 +1893,8 @@ class Run:
         self.stop_signal = 0
         # What a script of yours wants checkpoints to keep, the same on every rank. All keys must be there before
         # `start`. --resume fills tensors and dicts of nothing but tensors, such as a model's state dict, in place: they
-        # keep their keys, shapes and dtypes. All else it replaces: read it from here. (Tensors in there want to be
-        # whole, `unsharded`, and on the CPU.)
+        # keep their keys, shapes and dtypes. All else it replaces: read it from here. Tensors in there have to be
+        # whole (`unsharded`), and come back on the device that they were on: best the CPU.
         self.extra = {}
         self.device = setup_device()  # before what may fail on one machine alone: the others then notice that it ended
         flags = gather_in_order([vars(cfg) | {"output_dir": ""}])  # `start` looks whether the machines share that
@@ -1927,10 +1928,10 @@ class Run:
                 raise UserError(f"--resume: no checkpoint in {directory / 'checkpoint'}")
             if script != self.script:
                 raise UserError(f"--resume: {directory} holds a run of {script}, not of {self.script}")
-            for name, value in self.flags.items():
+            for name in flags | self.flags:
                 before = flags.get(name, getattr(type(cfg), name, None))  # a flag newer than the run: its default
-                if name not in self.MAY_CHANGE and before != value:
-                    raise UserError(f"--resume: --{name} was {before!r} and is now {value!r}; "
+                if name not in self.MAY_CHANGE and before != self.flags.get(name):
+                    raise UserError(f"--resume: --{name} was {before!r} and is now {self.flags.get(name)!r}; "
                                     "that would be a different run")
         elif held and not cfg.overwrite:
             resume = "--resume continues it, " if self.checkpoints() and script == self.script else ""
@@ -2127,7 +2128,10 @@ class Run:
     def end_step(self, step: int, metrics: dict[str, float]) -> None:
         """Log the step, save if it is time to, and stop the run if it has to stop. Collective."""
         metrics = {**metrics, "epoch": self.data.position / len(self.data.items)}
-        metrics = {name: unsharded(x).item() if hasattr(x, "item") else x for name, x in metrics.items()}
+        for name, value in metrics.items():
+            with one_line_errors(f"metric {name}: want a single number, not {value!r:.80}", TrainingFailed):
+                metrics[name] = unsharded(value).item() if hasattr(value, "item") else value
+                math.isfinite(metrics[name])  # else TypeError
         if rank() == 0:
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             self.append("metrics.jsonl", [{"step": step, **finite}])  # JSON has no NaN
@@ -2186,25 +2190,31 @@ class Run:
         if self.cfg.log_to == "wandb":
             import wandb
             wandb.finish()
+        if self.catches_signals:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first. A directory gets such a name only when all of it is on disk."""
         found = [path for path in (self.directory / "checkpoint").glob("step-*") if path.name[5:].isdecimal()]
         return sorted(found, key=lambda path: int(path.name[5:]))
 
-    def names_of_tensors(self) -> dict:
-        """The names in `extra` of tensors (of dicts of tensors, with their keys), which `dcp.load` fills in place."""
-        values = {name: value if isinstance(value, dict) else {None: value} for name, value in self.extra.items()}
-        return {name: {*of_name} for name, of_name in values.items()
-                if of_name and all(isinstance(x, torch.Tensor) for x in of_name.values())}
+    def names_of_tensors(self) -> dict[str, list[str]]:
+        """What of `extra` `dcp.load` fills in place: the names of tensors, and of dicts of tensors, with their keys."""
+        return {name: sorted(map(str, value)) if isinstance(value, dict) else [] for name, value in self.extra.items()
+                if isinstance(value, torch.Tensor)
+                or isinstance(value, dict) and value and all(isinstance(x, torch.Tensor) for x in value.values())}
 
     def state(self) -> dict:
         """All that a checkpoint holds. The tensors are the live ones: `dcp.load` fills them in place."""
         # What --resume must find the same, beside the flags (`check_directory`).
         same = {"script": self.script, "rows of --data": len(self.data.items), "checksum of --data": self.data.checksum,
-                "run.extra": sorted(self.extra), "its tensors": sorted(self.filled)}
+                "run.extra": sorted(self.extra), "tensors in run.extra": sorted(self.filled.items())}
         filled = {name: value for name, value in self.extra.items() if name in self.filled}
         rest = {name: value for name, value in self.extra.items() if name not in self.filled}
+        if any(hasattr(x, "full_tensor") for x in tree_leaves(rest)):  # each rank would get the part that one has saved
+            raise TrainingFailed("run.extra: a sharded tensor among other values; want a dict of nothing but tensors, "
+                                 "or the whole tensor (common.unsharded)")
         # A tuple is saved as one object. Of a dict, `dcp` would save each value, with its key made a string.
         state = {"run": json.dumps(same), "position": self.data.position, "extra": filled, "rest_of_extra": (rest,),
                  "bad_steps": self.bad_steps, "updates": {},
@@ -2227,7 +2237,7 @@ class Run:
         """Write to a temporary directory, flush, rename; only then remove the previous checkpoint. Collective."""
         if self.names_of_tensors() != self.filled:
             raise TrainingFailed("run.extra: tensors have come or gone since run.start, but --resume fills those that "
-                                 "are there; put them in a list (whole, common.unsharded, and on the CPU)")
+                                 "are there; put them in a list (whole: common.unsharded)")
         final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
         temporary = final.with_name("unfinished")
         try:
@@ -2256,7 +2266,7 @@ class Run:
             own = json.loads(state["run"])
             dcp.load(state, checkpoint_id=path)
             saved = json.loads(state["run"])
-            if other := [f"{name} was {value}" for name, value in saved.items() if own.get(name) != value]:
+            if other := [f"{name} was {saved.get(name)}" for name in own if saved.get(name) != own[name]]:
                 raise UserError(f"--resume: {path} is of another run: {', '.join(other)}")
             self.extra |= state["rest_of_extra"][0]
         self.data.position, self.bad_steps = state["position"], state["bad_steps"]

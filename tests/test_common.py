@@ -1103,7 +1103,7 @@ def test_what_a_tokenizer_returns_is_no_prompt():
     padded = tokenizer(["1+1=?", "12+34=?"], padding=True, return_tensors="pt")["input_ids"]
     for prompts in (whole, [whole], [{"role": "user", "content": "1+1=?"}], whole["input_ids"][0], padded, [*padded],
                     padded.numpy(), [], [""], [[]], [[1], ["2"]]):
-        with pytest.raises(ValueError, match="want strings or unpadded lists of token ids"):
+        with pytest.raises(ValueError, match="want a list of strings, or of unpadded lists"):
             common.sample(model, tokenizer, prompts, 1, 4)
 
 

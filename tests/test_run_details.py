@@ -132,12 +132,13 @@ def test_a_flag_that_is_newer_than_the_run_had_its_default(tmp_path):
     begin(tmp_path, resume=True)
 
 
-def test_a_checkpoint_that_also_holds_what_may_change_now(tmp_path, monkeypatch):
-    """As one of an earlier version does."""
-    with monkeypatch.context() as earlier:
-        earlier.setattr(common.Run, "MAY_CHANGE", common.Run.MAY_CHANGE - {"eval_data"})
-        begin(tmp_path)
-    begin(tmp_path, resume=True, eval_data="other")
+def test_a_flag_that_is_gone_had_a_value(tmp_path):
+    begin(tmp_path)
+    config = tmp_path / "run" / "config.json"
+    saved = json.loads(config.read_text())
+    config.write_text(json.dumps(saved | {"flags": saved["flags"] | {"gamma": 0.9}}))
+    with pytest.raises(common.UserError, match="--gamma was 0.9 and is now None"):
+        begin(tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("warmup, said", [(23, False), (24, True)])
@@ -178,13 +179,15 @@ def test_a_signal_to_one_process_stops_them_all(tmp_path, monkeypatch):
     assert stopped.value.code == 143
 
 
-def test_signals_are_the_runs_from_its_start(tmp_path, monkeypatch):
+def test_signals_are_the_runs_from_its_start_to_its_end(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(common.Run, "catches_signals", True)  # as `launch` does
     monkeypatch.setattr(os, "register_at_fork", lambda **kwargs: None)
     monkeypatch.setattr(signal, "signal", lambda *call: calls.append(call))
     run = begin(tmp_path)[0]
-    assert calls == [(signal.SIGINT, run.note_signal), (signal.SIGTERM, run.note_signal)]
+    assert calls[:2] == [(signal.SIGINT, run.note_signal), (signal.SIGTERM, run.note_signal)]
+    run.close()
+    assert calls[-2:] == [(signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)]
 
 
 def test_a_second_signal_ends_at_once(monkeypatch):
@@ -273,6 +276,11 @@ def test_all_the_state_comes_back(tmp_path):
     assert [p.name for p in again.checkpoints()] == ["step-000001"]
 
 
+class Sharded(torch.Tensor):
+    def full_tensor(self):
+        return self
+
+
 def test_a_checkpoint_keeps_what_a_script_wants(tmp_path):
     """`torch.distributed.checkpoint` alone would make strings of keys, and drop what came after `start`."""
     def extra(n):
@@ -300,6 +308,13 @@ def test_a_checkpoint_keeps_what_a_script_wants(tmp_path):
         with pytest.raises(common.TrainingFailed, match="run.extra: tensors have come or gone"):
             run.save_checkpoint()
         run.extra = whole
+    fewer = extra(0)
+    del fewer["weights"]["a"]
+    with pytest.raises(common.UserError, match=r"of another run: tensors in run.extra was .*'weights', \['1', 'a'\]"):
+        begin(tmp_path, extra=fewer, resume=True)
+    run.extra["pair"] = [Sharded(torch.ones(2))]
+    with pytest.raises(common.TrainingFailed, match="run.extra: a sharded tensor among other values"):
+        run.save_checkpoint()
 
 
 @pytest.mark.parametrize("later", [1.0, float("nan")])  # a good update later in the step does not prevent it
@@ -486,8 +501,11 @@ def test_wandb_gets_every_metric(tmp_path, monkeypatch):
     assert ids[0] == ids[1] != ids[2]
 
 
-def test_metrics_are_single_numbers_of_any_type(tmp_path):
+@pytest.mark.parametrize("value", [None, "x", torch.ones(2), np.ones(2)])
+def test_a_metric_that_is_no_number_is_named(tmp_path, value):
     run = begin(tmp_path)[0]
+    with pytest.raises(common.TrainingFailed, match="metric mine: want a single number, not"):
+        run.end_step(1, {"loss": torch.tensor(0.5), "mine": value})
     run.end_step(1, {"one": torch.ones(1), "np": np.float32(0.5), "int": 3, "bool": True, "nan": math.nan})
     assert read_metrics(tmp_path / "run") == [
         {"step": 1, "one": 1.0, "np": 0.5, "int": 3, "bool": True, "nan": None, "epoch": 0.0}]
