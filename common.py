@@ -1814,8 +1814,8 @@ def make_optimizer(model, cfg, betas=(0.9, 0.999)):
     """(AdamW, learning-rate schedule) for a model. Also applies --freeze_layers and --gradient_checkpointing to it.
 
     Another optimizer may take AdamW's place. Checkpoints keep its `state` of each parameter (of one made of two, both
-    parts must have that same dict), but nothing of its `param_groups`; where no step has made an update yet, they hold
-    AdamW's initial state.
+    parts must have that same dict; what a process computes from its own shard must be a DTensor), but nothing of its
+    `param_groups`; where no step has made an update yet, they hold AdamW's initial state.
     """
     reshard(model)
     layers = decoder_layers(model)
@@ -1964,7 +1964,7 @@ class Run:
         trained: name=(model, optimizer, schedule) of each model that trains. Checkpoints hold these, the position in
         `data` and `self.extra`.
         """
-        self.data, self.trained, self.filled = data, trained, self.names_of_tensors()
+        self.data, self.trained, self.layout = data, trained, self.layout_of_extra()
         self.bad_steps = dict.fromkeys(trained, 0)  # each model's skipped updates in a row
         self.catch_signals()
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
@@ -2074,7 +2074,7 @@ class Run:
             if not hasattr(parameter, "full_tensor"):  # FSDP has summed its own: this is of a module of your own
                 sum_over_ranks(parameter.grad)
         norm = unsharded(torch.nn.utils.clip_grad_norm_(parameters, self.cfg.max_grad_norm)).item()
-        lr = schedule.get_last_lr()[0]
+        lr = optimizer.param_groups[0]["lr"]
         name = next(name for name, (trained, *_) in self.trained.items() if trained is model)
         if math.isfinite(norm) and math.isfinite(loss):
             optimizer.step()
@@ -2199,19 +2199,21 @@ class Run:
         found = [path for path in (self.directory / "checkpoint").glob("step-*") if path.name[5:].isdecimal()]
         return sorted(found, key=lambda path: int(path.name[5:]))
 
-    def names_of_tensors(self) -> dict[str, list[str]]:
-        """What of `extra` `dcp.load` fills in place: the names of tensors, and of dicts of tensors, with their keys."""
-        return {name: sorted(map(str, value)) if isinstance(value, dict) else [] for name, value in self.extra.items()
-                if isinstance(value, torch.Tensor)
-                or isinstance(value, dict) and value and all(isinstance(x, torch.Tensor) for x in value.values())}
+    def layout_of_extra(self) -> dict[str, list | None]:
+        """Of each key in `extra`: for a dict of nothing but tensors its keys, for a tensor [], for all else None."""
+        def layout(value):
+            if isinstance(value, dict) and value and all(isinstance(x, torch.Tensor) for x in value.values()):
+                return sorted(map(str, value))
+            return [] if isinstance(value, torch.Tensor) else None
+        return {name: layout(value) for name, value in self.extra.items()}
 
     def state(self) -> dict:
         """All that a checkpoint holds. The tensors are the live ones: `dcp.load` fills them in place."""
         # What --resume must find the same, beside the flags (`check_directory`).
         same = {"script": self.script, "rows of --data": len(self.data.items), "checksum of --data": self.data.checksum,
-                "run.extra": sorted(self.extra), "tensors in run.extra": sorted(self.filled.items())}
-        filled = {name: value for name, value in self.extra.items() if name in self.filled}
-        rest = {name: value for name, value in self.extra.items() if name not in self.filled}
+                "run.extra": self.layout}
+        filled = {name: value for name, value in self.extra.items() if self.layout[name] is not None}
+        rest = {name: value for name, value in self.extra.items() if self.layout[name] is None}
         if any(hasattr(x, "full_tensor") for x in tree_leaves(rest)):  # each rank would get the part that one has saved
             raise TrainingFailed("run.extra: a sharded tensor among other values; want a dict of nothing but tensors, "
                                  "or the whole tensor (common.unsharded)")
@@ -2235,9 +2237,9 @@ class Run:
 
     def save_checkpoint(self) -> None:
         """Write to a temporary directory, flush, rename; only then remove the previous checkpoint. Collective."""
-        if self.names_of_tensors() != self.filled:
-            raise TrainingFailed("run.extra: tensors have come or gone since run.start, but --resume fills those that "
-                                 "are there; put them in a list (whole: common.unsharded)")
+        if self.layout_of_extra() != self.layout:
+            raise TrainingFailed("run.extra: keys or tensors have come or gone since run.start, where --resume wants to "
+                                 "find them; tensors that do may be in a list (whole: common.unsharded)")
         final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
         temporary = final.with_name("unfinished")
         try:
@@ -2481,9 +2483,9 @@ def load_reference(cfg, device: torch.device):
 
 
 def decoder_layers(model) -> torch.nn.ModuleList:
-    """The stack of transformer layers: the ModuleList with the most parameters."""
+    """The stack of transformer layers: the ModuleList with the most parameters; an empty one for a module without."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+    return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=torch.nn.ModuleList())
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
