@@ -48,6 +48,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import traceback
 import types
@@ -2848,6 +2849,7 @@ def launch(main, Config) -> None:
     if not huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS:
         huggingface_hub.utils.enable_progress_bars()  # a download takes long; these went off with the others
     huggingface_hub.utils.logging.set_verbosity_error()
+    tqdm.set_lock(threading.RLock())  # its own includes a semaphore, of which Python 3.14 would warn after os._exit
     sys.stderr.write, sys.stderr.flush = outliving_reader(sys.stderr.write), outliving_reader(sys.stderr.flush)
     try:
         main(parse_config(Config, sys.argv[1:]))

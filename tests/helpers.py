@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ import transformers
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from tqdm import tqdm
 
 import common
 
@@ -108,6 +110,7 @@ def call_forked(output, environment, function, *args):
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update(environment)
+    tqdm.set_lock(threading.RLock())  # as `launch` does
     function(*args)
 
 

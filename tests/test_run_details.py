@@ -317,6 +317,22 @@ def test_a_checkpoint_keeps_what_a_script_wants(tmp_path):
         run.save_checkpoint()
 
 
+def test_a_head_of_ones_own_and_a_rate_of_ones_own():
+    """As README has it: an optimizer for a module without layers, and a learning rate that stands in two places."""
+    cfg, head = grpo.Config(lr=0.25), torch.nn.Linear(2, 1)
+    optimizer, schedule = common.make_optimizer(head, cfg)
+    run, rates = FakeRun(cfg, head=(head, optimizer, schedule)), []
+    for changes in (False, True, False):
+        if changes:
+            schedule.base_lrs = [0.125]
+            optimizer.param_groups[0]["lr"] = 0.125
+        before = head.bias.item()
+        head(torch.ones(2)).backward()
+        rates.append(run.optimizer_step(head, optimizer, schedule, torch.tensor(0.0))["lr"])
+        assert before - head.bias.item() == pytest.approx(rates[-1], rel=1e-4)  # Adam's step, for a constant gradient
+    assert rates == [0.25, 0.125, 0.125]
+
+
 @pytest.mark.parametrize("later", [1.0, float("nan")])  # a good update later in the step does not prevent it
 def test_too_many_bad_updates_in_a_row_end_the_run_saved(later, tmp_path):
     """The run ends after the step that reaches the limit. --resume continues with the next step and the same count."""
