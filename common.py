@@ -55,7 +55,7 @@ import types
 import unicodedata
 import warnings
 import zlib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -1394,9 +1394,8 @@ class Preference:
 
     def split(self) -> list["Preference"]:
         """One preference of two answers for each pair."""
-        return [Preference(self.prompt, self.prompt_ids, [self.answers[i], self.answers[j]],
-                           [self.answer_ids[i], self.answer_ids[j]], [self.scores[i], self.scores[j]], self.margin)
-                for i, j in self.pairs]
+        return [replace(self, answers=[self.answers[i], self.answers[j]], scores=[self.scores[i], self.scores[j]],
+                        answer_ids=[self.answer_ids[i], self.answer_ids[j]]) for i, j in self.pairs]
 
 
 def read_preferences(data: str, split: str = "train") -> list[Preference]:
@@ -1581,6 +1580,8 @@ def load_reward(cfg, wrong: float = 0.0):
         elif model_scores:
             reward = model_score
             right = reward > 0 if problem.answer is None else is_right(problem, completion)
+        elif problem.answer is None:
+            raise UserError(f"--reward verifier: a row has no answer: {problem.row!r:.300}")
         else:
             right = is_right(problem, completion)
             reward = 1.0 if right else wrong
@@ -1821,7 +1822,7 @@ def make_optimizer(model, cfg, betas=(0.9, 0.999)):
     reshard(model)
     layers = decoder_layers(model)
     layers[:int(cfg.freeze_layers * len(layers))].requires_grad_(False)
-    if cfg.gradient_checkpointing:  # before transformers 5.23 it has only its second name
+    if cfg.gradient_checkpointing and layers:  # before transformers 5.23 it has only its second name
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         with one_line_errors("--gradient_checkpointing"):  # some architectures lack it
             enable({"use_reentrant": False})
@@ -1965,7 +1966,8 @@ class Run:
         trained: name=(model, optimizer, schedule) of each model that trains. Checkpoints hold these, the position in
         `data` and `self.extra`.
         """
-        self.data, self.trained, self.layout = data, trained, self.layout_of_extra()
+        self.data, self.trained = data, trained
+        self.layout, self.training = self.layout_of_extra(), self.parameters_that_train()
         self.bad_steps = dict.fromkeys(trained, 0)  # each model's skipped updates in a row
         self.catch_signals()
         with one_line_errors(f"--output_dir {self.directory}: cannot write there"):
@@ -2149,6 +2151,10 @@ class Run:
         if evaluation := [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval_")]:
             say(f"step {step}: {', '.join(evaluation)}")
 
+        for name, (_, optimizer, _) in self.trained.items():
+            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+                raise TrainingFailed(f"step {step}: {name} has a gradient that no run.optimizer_step has used, and "
+                                     "--resume would not bring back; leave out its backward pass, too")
         self.next_step = step + 1
         drawn = zlib.crc32(torch.get_rng_state().numpy().tobytes())
         signals, drawn = zip(*gather_in_order([(self.stop_signal, drawn)]))
@@ -2200,6 +2206,10 @@ class Run:
         found = [path for path in (self.directory / "checkpoint").glob("step-*") if path.name[5:].isdecimal()]
         return sorted(found, key=lambda path: int(path.name[5:]))
 
+    def parameters_that_train(self) -> list[str]:
+        return [f"{name}.{key}" for name, (model, *_) in self.trained.items()
+                for key, parameter in model.named_parameters() if parameter.requires_grad]
+
     def layout_of_extra(self) -> dict[str, list | None]:
         """Of each key in `extra`: for a dict of nothing but tensors its keys, for a tensor [], for all else None."""
         def layout(value):
@@ -2239,8 +2249,11 @@ class Run:
     def save_checkpoint(self) -> None:
         """Write to a temporary directory, flush, rename; only then remove the previous checkpoint. Collective."""
         if self.layout_of_extra() != self.layout:
-            raise TrainingFailed("run.extra: keys or tensors have come or gone since run.start, where --resume wants to "
-                                 "find them; tensors that do may be in a list (whole: common.unsharded)")
+            raise TrainingFailed("run.extra: keys or tensors have come or gone since run.start, where --resume wants "
+                                 "to find them; tensors that do may be in a list (whole: common.unsharded)")
+        if self.parameters_that_train() != self.training:
+            raise TrainingFailed("requires_grad has changed since run.start, but --resume wants to find it there as it "
+                                 "is now; instead, set .grad to None before run.optimizer_step")
         final = self.directory / "checkpoint" / f"step-{self.next_step:06d}"
         temporary = final.with_name("unfinished")
         try:

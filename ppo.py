@@ -233,7 +233,7 @@ def main(cfg: Config) -> None:
         rewards = (rewards - run.extra["score_mean"]) / run.extra["score_std"]
         if cfg.format_reward > 0:
             well_formed = [common.format_reward(problem.opening + completion)
-                           for problem, completion in zip(batch, rollout.completions)]
+                           for problem, completion in zip(batch, rollout.completions, strict=True)]
             rewards += cfg.format_reward * torch.tensor(well_formed, device=run.device)[:, None]
         rewards = rewards.where(rollout.finished[:, None], rewards.clamp(max=cfg.missing_eos_score))
         if len(batch) > 1:  # a single reward equals itself, and still teaches the critic

@@ -307,7 +307,7 @@ class FakeRun(common.Run):
 
     def __init__(self, cfg, **trained):
         self.cfg, self.trained, self.bad_steps, self.failing = cfg, trained, dict.fromkeys(trained, 0), False
-        self.layout = {}
+        self.layout, self.training = {}, []
         self.flags = vars(cfg) if cfg else {}
 
 

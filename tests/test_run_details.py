@@ -317,6 +317,18 @@ def test_a_checkpoint_keeps_what_a_script_wants(tmp_path):
         run.save_checkpoint()
 
 
+def test_what_resume_would_not_bring_back_is_refused(tmp_path):
+    run, model, *_ = begin(tmp_path)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(common.TrainingFailed, match="step 1: policy has a gradient that no run.optimizer_step has use"):
+        run.end_step(1, {})
+    model.zero_grad()
+    run.end_step(1, {})
+    model.bias.requires_grad_(False)  # then a checkpoint would not hold its moments
+    with pytest.raises(common.TrainingFailed, match="requires_grad has changed since run.start"):
+        run.save_checkpoint()
+
+
 def test_a_head_of_ones_own_and_a_rate_of_ones_own():
     """As README has it: an optimizer for a module without layers, and a learning rate that stands in two places."""
     cfg, head = grpo.Config(lr=0.25), torch.nn.Linear(2, 1)

@@ -253,6 +253,13 @@ def test_a_judged_rollout_leaves_the_random_state(tmp_path):
     assert states == (random.getstate(), np.random.get_state()[1].tolist())
 
 
+def test_the_verifier_wants_an_answer():
+    """Without one, all completions would be wrong: for those who judge by two rewards."""
+    rollout = common.Rollout(*[torch.ones(1, 1)] * 2, torch.ones(1, 1).bool(), ["2"], torch.ones(1).bool())
+    with pytest.raises(common.UserError, match="a row has no answer: {'prompt': '1"):
+        common.load_reward(grpo.Config())([common.Problem("1+1=?", [], None, {"prompt": "1+1=?"})], rollout)
+
+
 def test_what_a_reward_function_changes_for_the_whole_process_is_undone(tmp_path):
     path = write(tmp_path / "reward.py", "import os, torch\ntorch.set_grad_enabled(False)\ntorch.manual_seed(42)\n"
                  "torch.set_default_dtype(torch.float64)\ntorch.set_default_device('meta')\n"
