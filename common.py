@@ -1395,7 +1395,7 @@ class Preference:
     def split(self) -> list["Preference"]:
         """One preference of two answers for each pair."""
         return [replace(self, answers=[self.answers[i], self.answers[j]], scores=[self.scores[i], self.scores[j]],
-                        answer_ids=[self.answer_ids[i], self.answer_ids[j]]) for i, j in self.pairs]
+                        answer_ids=[self.answer_ids[i], self.answer_ids[j]], ref_logprobs=None) for i, j in self.pairs]
 
 
 def read_preferences(data: str, split: str = "train") -> list[Preference]:
@@ -2210,19 +2210,19 @@ class Run:
         return [f"{name}.{key}" for name, (model, *_) in self.trained.items()
                 for key, parameter in model.named_parameters() if parameter.requires_grad]
 
-    def layout_of_extra(self) -> dict[str, list | None]:
-        """Of each key in `extra`: for a dict of nothing but tensors its keys, for a tensor [], for all else None."""
+    def layout_of_extra(self) -> dict:
+        """Of each value in `extra`: a tensor's dtype and shape, those in a dict of nothing but tensors, or else None."""
         def layout(value):
             if isinstance(value, dict) and value and all(isinstance(x, torch.Tensor) for x in value.values()):
-                return sorted(map(str, value))
-            return [] if isinstance(value, torch.Tensor) else None
+                return {key: layout(x) for key, x in value.items()}
+            return (value.dtype, *value.shape) if isinstance(value, torch.Tensor) else None
         return {name: layout(value) for name, value in self.extra.items()}
 
     def state(self) -> dict:
         """All that a checkpoint holds. The tensors are the live ones: `dcp.load` fills them in place."""
         # What --resume must find the same, beside the flags (`check_directory`).
         same = {"script": self.script, "rows of --data": len(self.data.items), "checksum of --data": self.data.checksum,
-                "run.extra": self.layout}
+                "layout of run.extra": repr(sorted(self.layout.items(), key=repr))}
         filled = {name: value for name, value in self.extra.items() if self.layout[name] is not None}
         rest = {name: value for name, value in self.extra.items() if self.layout[name] is None}
         if any(hasattr(x, "full_tensor") for x in tree_leaves(rest)):  # each rank would get the part that one has saved
@@ -2249,8 +2249,8 @@ class Run:
     def save_checkpoint(self) -> None:
         """Write to a temporary directory, flush, rename; only then remove the previous checkpoint. Collective."""
         if self.layout_of_extra() != self.layout:
-            raise TrainingFailed("run.extra: keys or tensors have come or gone since run.start, where --resume wants "
-                                 "to find them; tensors that do may be in a list (whole: common.unsharded)")
+            raise TrainingFailed("run.extra: a key, or a tensor's shape or dtype, is not as it was at run.start, where "
+                                 "--resume wants to find it; such tensors may be in a list (whole: common.unsharded)")
         if self.parameters_that_train() != self.training:
             raise TrainingFailed("requires_grad has changed since run.start, but --resume wants to find it there as it "
                                  "is now; instead, set .grad to None before run.optimizer_step")
@@ -2282,7 +2282,7 @@ class Run:
             own = json.loads(state["run"])
             dcp.load(state, checkpoint_id=path)
             saved = json.loads(state["run"])
-            if other := [f"{name} was {saved.get(name)}" for name in own if saved.get(name) != own[name]]:
+            if other := [f"{name} was {saved[name]}" for name in own if saved.get(name, own[name]) != own[name]]:
                 raise UserError(f"--resume: {path} is of another run: {', '.join(other)}")
             self.extra |= state["rest_of_extra"][0]
         self.data.position, self.bad_steps = state["position"], state["bad_steps"]
@@ -2862,7 +2862,8 @@ def launch(main, Config) -> None:
     if not huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS:
         huggingface_hub.utils.enable_progress_bars()  # a download takes long; these went off with the others
     huggingface_hub.utils.logging.set_verbosity_error()
-    tqdm.set_lock(threading.RLock())  # its own includes a semaphore, of which Python 3.14 would warn after os._exit
+    if "RANK" in os.environ:  # tqdm's own lock has a semaphore, of which Python 3.14 would warn after os._exit
+        tqdm.set_lock(threading.RLock())
     sys.stderr.write, sys.stderr.flush = outliving_reader(sys.stderr.write), outliving_reader(sys.stderr.flush)
     try:
         main(parse_config(Config, sys.argv[1:]))

@@ -223,7 +223,7 @@ def main(cfg: Config) -> None:
         # 5. Log.
         metrics = {
             "loss": 0.0, "grad_norm": 0.0, "clip_fraction": math.nan, "approx_kl": math.nan, "entropy": math.nan,
-            "sampler_gap": math.nan, "lr": schedule.get_last_lr()[0],  # these seven stay if no update is made
+            "sampler_gap": math.nan, "lr": optimizer.param_groups[0]["lr"],  # these seven stay if no update is made
             "kept_fraction": found / len(batch), "wasted_groups": max(0, found - cfg.prompts_per_step),
             "sampled_tokens": int(rollout.lengths.sum()),
             "reward": rewards.mean().item(),

@@ -194,7 +194,7 @@ def main(cfg: Config) -> None:
         # 3. Log.
         metrics = {
             "loss": 0.0, "grad_norm": 0.0, "pair_accuracy": math.nan, "margin": math.nan,
-            "lr": schedule.get_last_lr()[0],  # these five stay if all pairs tie
+            "lr": optimizer.param_groups[0]["lr"],  # these five stay if all pairs tie
             **metrics, **meter.means(), **run.timing(batch.attention_mask.sum())}
 
         # 4. Evaluate and save.
