@@ -260,7 +260,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
         raise UserError(f"{type(model).__name__}: its state is no DynamicCache, or its forward method does not name it "
                         "(past_key_values), so it cannot be sampled from; of a wrapper (PEFT, DDP) pass what it wraps")
     device = model.device
-    pad_id = tokenizer.pad_token_id or 0  # any would do: what is padding, the mask says
+    pad_id = tokenizer.pad_token_id or 0  # any would do: the mask says what is padding
     temperature = 0 if greedy else temperature
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if isinstance(prompts, list) and all(isinstance(prompt, str) for prompt in prompts):
@@ -2129,7 +2129,9 @@ class Run:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
 
     def end_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the step, save if it is time to, and stop the run if it has to stop. Collective."""
+        """Log the step, save if it is time to, and stop the run if it has to stop. Collective. Raises TrainingFailed if
+        a metric is no number, or if the processes differ or a gradient is left over, which --resume could not repeat.
+        """
         metrics = {**metrics, "epoch": self.data.position / len(self.data.items)}
         for name, value in metrics.items():
             with one_line_errors(f"metric {name}: want a single number, not {value!r:.80}", TrainingFailed):
@@ -2207,6 +2209,7 @@ class Run:
         return sorted(found, key=lambda path: int(path.name[5:]))
 
     def parameters_that_train(self) -> list[str]:
+        """Their names, of all models: those whose moments a checkpoint holds."""
         return [f"{name}.{key}" for name, (model, *_) in self.trained.items()
                 for key, parameter in model.named_parameters() if parameter.requires_grad]
 

@@ -330,19 +330,20 @@ def test_what_resume_would_not_bring_back_is_refused(tmp_path):
 
 
 def test_a_head_of_ones_own_and_a_rate_of_ones_own():
-    """As README has it: an optimizer for a module without layers, and a learning rate that stands in two places."""
-    cfg, head = grpo.Config(lr=0.25), torch.nn.Linear(2, 1)
+    """As README has it: an optimizer for a module without layers, and a learning rate that stands in two places. Over
+    four updates of warm-up it is 0, ¼, ½ and ¾ of the full one, which is halved before the second of them."""
+    cfg, head = grpo.Config(lr=0.25, warmup_steps=4), torch.nn.Linear(2, 1)
     optimizer, schedule = common.make_optimizer(head, cfg)
     run, rates = FakeRun(cfg, head=(head, optimizer, schedule)), []
-    for changes in (False, True, False):
-        if changes:
+    for update in range(5):
+        if update == 1:
             schedule.base_lrs = [0.125]
-            optimizer.param_groups[0]["lr"] = 0.125
+            optimizer.param_groups[0]["lr"] = 0.125 * schedule.lr_lambdas[0](schedule.last_epoch)
         before = head.bias.item()
         head(torch.ones(2)).backward()
         rates.append(run.optimizer_step(head, optimizer, schedule, torch.tensor(0.0))["lr"])
         assert before - head.bias.item() == pytest.approx(rates[-1], rel=1e-4)  # Adam's step, for a constant gradient
-    assert rates == [0.25, 0.125, 0.125]
+    assert rates == [0, 0.03125, 0.0625, 0.09375, 0.125]
 
 
 @pytest.mark.parametrize("later", [1.0, float("nan")])  # a good update later in the step does not prevent it
