@@ -2214,7 +2214,7 @@ class Run:
                 for key, parameter in model.named_parameters() if parameter.requires_grad]
 
     def layout_of_extra(self) -> dict:
-        """Of each value in `extra`: a tensor's dtype and shape, those in a dict of nothing but tensors, or else None."""
+        """Of each value in `extra`: a tensor's dtype and shape, those of a dict of nothing but tensors, else None."""
         def layout(value):
             if isinstance(value, dict) and value and all(isinstance(x, torch.Tensor) for x in value.values()):
                 return {key: layout(x) for key, x in value.items()}
