@@ -183,10 +183,8 @@ PHASE_SECONDS = collections.Counter()  # how much of the step so far went into f
 def timed(phase: str):
     """Add the seconds that a function takes, if it is decorated with this, to PHASE_SECONDS[phase]."""
     began = time.perf_counter()
-    try:
-        yield
-    finally:
-        PHASE_SECONDS[phase] += time.perf_counter() - began
+    yield
+    PHASE_SECONDS[phase] += time.perf_counter() - began
 
 
 def say(message: str) -> None:
@@ -623,8 +621,7 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     entropy), float32 [B, T], both of softmax(logits / temperature), with gradients. They are 0 on padding, and for the
     first token of a row, which nothing predicts.
     Call `model.eval()` first if the model has dropout. In a longrope model, such as Phi-3, a row that is longer than
-    `context_length(model.config)` changes the log-probs of all. Raises ValueError if T leaves no column for a prompt or
-    the shapes differ. There is no second derivative.
+    `context_length(model.config)` changes the log-probs of all. There is no second derivative.
 
     [B, T, V] never exists (`SlicedLogprobs`), except for a head that `head_logits` cannot reproduce: a warning says so.
     (That is found out at the first call: `del model.head_is_sliceable` after a change of the head. It is also so where
@@ -985,25 +982,25 @@ def arithmetic_digits(data: str) -> int:
 def read_rows(data: str, split: str) -> list[tuple[dict, str]]:
     """(row, its place for error messages), of the built-in data, a JSON-lines file or a hub dataset."""
     if is_built_in(data):
-        rows = arithmetic_rows(arithmetic_digits(data), split)
+        rows = [(row, data) for row in arithmetic_rows(arithmetic_digits(data), split)]
     elif kind := re.search(r"\.(parquet|csv)$", data):
         raise UserError(f"{data}: want JSON lines; datasets.load_dataset({kind[1]!r}, data_files={data!r}, "
                         "split='train').to_json('rows.jsonl') makes them of it")
     elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.isfile(data):
-        return read_json_lines(data)
+        rows = list(read_json_lines(data))
     else:
         name, config, own_split = (data.split(":", 2) + [None, None])[:3]  # a split may be train[:1000]
         with one_line_errors(f"{data}: no such file, and no hub dataset that loads (those need pip install datasets)"):
             import datasets
-            rows = list(datasets.load_dataset(name, config, split=own_split or ("test" if split == "eval" else split)))
-            if not rows:
-                raise UserError(f"{data}: no rows")
-    return [(row, f"{data} row {i}") for i, row in enumerate(rows, 1)]
+            loaded = datasets.load_dataset(name, config, split=own_split or ("test" if split == "eval" else split))
+            rows = [(row, f"{data} row {i}") for i, row in enumerate(loaded, 1)]
+    if not rows:
+        raise UserError(f"{data}: no rows")
+    return rows
 
 
-def read_json_lines(path: str) -> list[tuple[dict, str]]:
-    """(row, place) of a file with one JSON object a line, gzipped or not. Empty lines are skipped."""
-    rows = []
+def read_json_lines(path: str):
+    """Yield (row, place) of a file with one JSON object a line, gzipped or not. Empty lines are skipped."""
     open_file = gzip.open if path.endswith(".gz") else open
     with one_line_errors(f"{path}: cannot be read as JSON lines"), open_file(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -1017,10 +1014,7 @@ def read_json_lines(path: str) -> list[tuple[dict, str]]:
                     json.dumps(row, ensure_ascii=False).encode()
             if not isinstance(row, dict):
                 raise UserError(f"{place}: want a JSON object, not {type(row).__name__}")
-            rows.append((row, place))
-    if not rows:
-        raise UserError(f"{path}: no rows")
-    return rows
+            yield row, place
 
 
 # Where a short answer and a worked solution have columns of their own (MegaScience), the short one counts.
@@ -1042,7 +1036,7 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
         prompt, verl = row_prompt(row), row.get("reward_model")
         if not is_prompt(prompt):
             raise UserError(f"{place}: want a prompt (text, or messages with role and content) under prompt, "
-                            f"question or problem; it has {columns(row)}")
+                            f"question or problem; it has {list(row)!r:.200}")
         found = []
         for value in (*map(row.get, ANSWERS), verl.get("ground_truth") if isinstance(verl, dict) else None):
             if type(value) in (str, int) and str(value).strip():  # no bool
@@ -1051,7 +1045,7 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
                 found.append(f"{value:.15g}")  # 0.1 + 0.2 is 0.3
         if need_answer and not found:
             raise UserError(f"{place}: no answer (a string or a finite number) under answer or solution, which "
-                            f"--reward verifier needs; it has {columns(row)}")
+                            f"--reward verifier needs; it has {list(row)!r:.200}")
         # None is for a reward function. A proof's conclusion is no answer.
         answer = (extract_answer(found[0], closed_only=True) or found[0]) if found else None
         problems.append(Problem(prompt, [], answer, row))
@@ -1061,24 +1055,17 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
                         "characters (in a worked solution, \\boxed{…} or #### has to mark it)")
 
 
-def columns(row: dict) -> str:
-    return textwrap.shorten(", ".join(map(str, row)), 200)
-
-
 def row_prompt(row: dict):
-    """The prompt of a row: a string, or chat messages; None if it has none."""
-    prompt, system = row.get("prompt") or row.get("question") or row.get("problem") or None, system_turn(row)
-    if isinstance(prompt, str) and system and system[0]["content"].strip() not in prompt:  # not rendered yet
-        return [*system, {"role": "user", "content": prompt}]
-    if isinstance(prompt, list) and is_prompt(prompt) and prompt[0]["role"] != "system":
-        return system + prompt
+    """The prompt of a row: a string, or chat messages; None if it has none. It begins with the system message that a
+    `system` column holds, as Orca's pairs have one."""
+    prompt, system = row.get("prompt") or row.get("question") or row.get("problem") or None, row.get("system")
+    if isinstance(system, str) and system.strip():
+        turn = {"role": "system", "content": system}
+        if isinstance(prompt, str) and system.strip() not in prompt:  # not rendered yet
+            return [turn, {"role": "user", "content": prompt}]
+        if isinstance(prompt, list) and is_prompt(prompt) and prompt[0]["role"] != "system":
+            return [turn, *prompt]
     return prompt
-
-
-def system_turn(row: dict) -> list[dict]:
-    """The message of a `system` column, as Orca's pairs have it: a list of one, or of none."""
-    system = row.get("system")
-    return [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
 
 
 def is_prompt(prompt) -> bool:
@@ -1346,8 +1333,7 @@ class Shuffled:
         """The next `count` items; the same on every rank."""
         places = [divmod(p, len(self.items)) for p in range(self.position, self.position + count)]
         self.position += count
-        orders = {epoch: self.order(epoch) for epoch, _ in places}
-        return [self.items[orders[epoch][i]] for epoch, i in places]
+        return [self.items[self.order(epoch)[i]] for epoch, i in places]
 
     def first(self, count: int) -> list:
         """The distinct ones among the first `count` items, without moving on."""
@@ -1429,7 +1415,7 @@ def prompt_and_answers(row: dict) -> tuple:
                              "stand best first and nothing else that could order them")
     if not isinstance(answers, list) or len(answers) < 2 or not all(map(is_prompt, answers)):
         raise ValueError("want chosen and rejected, or a list of responses: two or more, text or messages; it "
-                         f"has {columns(row)}")
+                         f"has {list(row)!r:.200}")
     if prompt is not None and not is_prompt(prompt):
         raise ValueError("want a prompt (text, or messages with role and content)")
     if all(isinstance(answer, list) for answer in answers):
@@ -1439,7 +1425,7 @@ def prompt_and_answers(row: dict) -> tuple:
         shared = re.match(".*[Aa]ssistant:", os.path.commonprefix(answers), re.S)
         if not shared:
             raise ValueError("no prompt, question or problem, and the answers are not dialogues that share a turn up "
-                             f"to 'Assistant:'; it has {columns(row)}")
+                             f"to 'Assistant:'; it has {list(row)!r:.200}")
         prompt, answers = shared[0], [answer[shared.end():] for answer in answers]
     return prompt, answers, scores
 
@@ -1461,9 +1447,8 @@ def prompt_of_conversations(conversations: list[list[dict]], row: dict, prompt) 
     if len(before) <= len(known):
         return prompt
     # A system message that only the prompt or the `system` column has goes in front.
-    system = [turn for turn in (known or system_turn(row))[:1]
-              if turn["role"] == "system" and before[0]["role"] != "system"]
-    return system + before
+    system = [turn for turn in known[:1] if turn["role"] == "system" and before[0]["role"] != "system"]
+    return row_prompt({**row, "prompt": system + before})
 
 
 def with_thought(message: dict) -> str:
@@ -1660,7 +1645,7 @@ def load_reward_model(cfg):
         # Where the prompt leaves room for no more than the tail, its beginning is cut instead, or all its answers would
         # score the same.
         prompt = position[:, -T - 1:-T]  # [N, 1] tokens of each prompt
-        too_many = (position[:, -1:] - context if cut else 0 * prompt).clamp(min=0)  # [N, 1]; the context may be inf
+        too_many = (position[:, -1:] - context).clamp(min=0)  # [N, 1]; the context may be inf
         unread = torch.minimum(too_many, prompt - 1) * (prompt + len(tail) >= context)  # tokens at its beginning
         kept = batch.attention_mask * (position > unread) * (position <= unread + context)
         last = (kept * position).argmax(1, keepdim=True)  # [N, 1] the column of each last token
@@ -2404,8 +2389,8 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
     model = on_main_rank(read_weights)
     ties = getattr(text_config, "tie_word_embeddings", False)  # Inkling's has no such field
     if cls is AutoModelForCausalLM and ties and not from_main_rank(model and is_tied(model)):
-        for whole in (config, model.config) if model else (config,):
-            whole.tie_word_embeddings = whole.get_text_config().tie_word_embeddings = False
+        whole = model.config if model else config
+        whole.tie_word_embeddings = whole.get_text_config().tie_word_embeddings = False
     if rank() > 0:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):  # DiffLlama draws some numbers all the same
             model = cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -2447,15 +2432,13 @@ def model_name(cfg) -> str:
 
 def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_changes):
     """--model -> (model to train, tokenizer), after checking that the two fit."""
-    if cfg.model == "tiny" and getattr(cfg, "max_new_tokens", 0) >= TINY_CONTEXT:  # before it is built
-        raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of tiny is {TINY_CONTEXT} tokens")
     name = model_name(cfg)
     tokenizer = load_tokenizer(name, cfg.trust_remote_code)
     policy = load_model(name, device, cls=cls, trust_remote_code=cfg.trust_remote_code, **config_changes)
     check_vocabulary(name, tokenizer, policy)
     context = context_length(policy.config)
     if getattr(cfg, "max_new_tokens", 0) >= context:
-        raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {name} is {context} tokens")
+        raise UserError(f"--max_new_tokens {cfg.max_new_tokens}: the context of {cfg.model} is {context} tokens")
     if context < math.inf:  # what the tokenizer says may be less, as for R1's distilled models, and is only a default
         tokenizer.model_max_length = context
     if policy.can_generate():  # `generate` must stop where `sample` does; Qwen2.5's base models list no end of a turn
@@ -2667,15 +2650,13 @@ def write_directory(directory: Path, fill, replace: bool = True) -> None:
     old = directory.with_name(f".{directory.name}.old")  # hidden, because a user's own copy may be called model.old
     temporary = directory.with_name(f".{directory.name}.tmp" if replace else f".{directory.name}.tmp-{os.getpid()}")
     try:
-        if replace and old.exists() and not directory.exists():  # a process was killed between the two renames below
-            os.rename(old, directory)
-        for path in (temporary, old):  # left by a process that was killed
-            remove(path)
+        remove(temporary)  # left by a process that was killed, as `old` may be
         temporary.mkdir(parents=True)
         fill(temporary)
         for file in filter(Path.is_file, temporary.rglob("*")):
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())
+        remove(old)
         if replace and directory.exists():
             os.rename(directory, old)
         os.rename(temporary, directory)
@@ -2822,10 +2803,9 @@ def check_config(cfg) -> None:
     """Raise UserError for impossible values, whether they come from flags or from Python."""
     for setting in fields(cfg):
         name, kind, value = setting.name, setting.type, getattr(cfg, setting.name)
-        if get_origin(kind) is Literal:
-            if value not in get_args(kind):
-                raise UserError(f"--{name} {value}: must be one of {', '.join(get_args(kind))}")
-        elif get_origin(kind) is None and not isinstance(value, (int, float) if kind is float else kind):
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            raise UserError(f"--{name} {value}: must be one of {', '.join(get_args(kind))}")
+        if get_origin(kind) is None and not isinstance(value, (int, float) if kind is float else kind):
             raise UserError(f"--{name} {value!r}: must be of type {kind.__name__}")
         elif kind is str and re.search("[\ud800-\udfff]", value):
             raise UserError(f"--{name} {value!r}: is not UTF-8")
@@ -3103,9 +3083,9 @@ _HEADING = re.compile(r"""
     |
       # "Answer: 18", "A: 18" or "#### 18"; no "#### Step 1" or "#### 1. Read it"; with more below, no "#### Part 1"
       (?: A(?:ns)?: | (?i:(?:final[ ])?answer[ ]?:)
-        | \#\#\#\# (?! [ ]*\**[A-Z][a-z] (?: [^\n\d]*:\** | [a-z]*[ ][a-z][^\n\d]* ) \n\s*[^\s<`] )
-          (?! [ ]*\**(?: Final | Part | Method | Alternative | Analysis | Setup | Calculation | Given | Summary | Result
-                      | Key | Additional | Example | Problem | Question )s?\b [^\n:=]* \n\s*[^\s<`] ) )
+        | \#\#\#\# (?! [ ]*\** (?: [A-Z][a-z] (?: [^\n\d]*:\** | [a-z]*[ ][a-z][^\n\d]* )
+            | (?: Final | Part | Method | Alternative | Analysis | Setup | Calculation | Given | Summary | Result | Key
+                | Additional | Example | Problem | Question )s?\b [^\n:=]* ) \n\s*[^\s<`] ) )
       [ \t]* (?: (?: \\\[ | \$\$ ) \s* )?
       (?! \**(?: (?: Step | Case | Note | Check | Solution | Explanation | Verification | Conclusion )\b
                | \d+[.):][ ]+[A-Za-z] ) )
@@ -3203,14 +3183,14 @@ _DECIMAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)", re.ASCII)
 # A choice together with what it stands for: (D) 5, D. Vitamin D, C. Both A and B; not (A) B, (A) or B, nor (A) 5, (B) 6
 _OPTION = re.compile(r"""
     [(\[]? [ ]? ([A-J]) [ ]? [)\].:]+ (?: [ ] | (?=[\d\\] | (?<=\)) [A-Z]?[a-z]{2}) ) (?: (?= (?i: both | neither )\b )
-        | (?! [ ]*, | (?: (?:.*\W)? (?: or\b | and\b | , ) \W* )? [A-J]\W*$ | (?:.*\W)? [A-J][).:\]] ) ) (.+)""", re.X)
+        | (?! [ ]*, | (?: (?:.*\W)? , \W* )? [A-J]\W*$ | (?:.*\W)? [A-J][).:\]] ) ) (.+)""", re.X)
 _VERDICT = re.compile(  # Yes, it converges; not "Yes, if n is odd"
-    r"(yes|no|true|false)[,.;] (?!.*\b(?:but|or|if|unless|yes|no|true|false)\b).+", re.I)
+    r"(yes|no|true|false)[,.] (?!.*\b(?:but|or|if|unless|yes|no|true|false)\b).+", re.I)
 _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; nothing that may change the number
     (?! All[ ] | .*[ ][-/][ ] | .*n't[ ] | .*(?<![\w'])(?: but | minus | negative
         | than(?=[ ]-?\d) | most | least | half | twice | double | triple | none | dozen | pi | sqrt | log | mod
         | [b-zB-HJ-Z] )\b )
-    (?: (?:[A-Z][\w'.-]*|the)[ ]?,?[ ] )+ [a-z']+[ ]?,?[ ] (?: [\w ',.;:/$-] | (?<=[a-z]{2})\^ )*
+    (?: (?:[A-Z][\w'.-]*|the)[ ]?,?[ ] )+ [a-z']+[ ]?,?[ ] (?: [\w ',.:/-] | (?<=[a-z]{2})\^ )*
     """, re.X)
 # The area is 12\pi; The remainder when 10 is divided by 3 is 1
 _STATEMENT = re.compile(r"(?!(?:.* (?:is(?! divided)|are|equals) ){2})[A-Z][^=]* (?:is|are|equals) (.+)")
@@ -3218,11 +3198,10 @@ _STATEMENT = re.compile(r"(?!(?:.* (?:is(?! divided)|are|equals) ){2})[A-Z][^=]*
 # before it (Minimum = 1, maximum = 3), and the words after it leave it what it is
 _ENDING = re.compile(r"""
     (?! .* (?: [\\≠<>] | [a-z][ ]?=[^=]*\d,[ ][a-z]+[ ]?=
-             | (?<![a-zA-Z'’]) (?: [b-wyz] | (?<![a-z]{4}[ ]) [B-HJ-WYZ] | [xX](?![ ]?[\d(.]) ) (?![a-zA-Z'’]) .*= ) )
+             | (?<![a-zA-Z']) (?: [b-wyz] | (?<![a-z]{4}[ ]) [B-HJ-WYZ] | [xX](?![ ]?[\d(.]) ) (?![a-zA-Z']) .*= ) )
     [A-Z] (?= .*[a-z]{2} ) .* (?: [\d)] | [a-z]{3} ) [ ]?=[ ]? ( -?\d[\d.]*(?:/\d+)? )
-    (?: [ ]? (?! (?: [b-zB-HJ-Z] | and | or | pi | squared | cubed | half | dozen
-                     | [a-z]*(?:hundred|thousand|illion) )\b )
-        [a-zA-Z%'’] (?: \^[23] | [^\d=] )* )?
+    (?: [ ]? (?! (?: [b-zB-HJ-Z] | pi | squared | cubed | half | dozen | [a-z]*illion )\b )
+        [a-zA-Z'] (?: \^[23] | [^\d=] )* )?
     """, re.X)
 _NUMBER = re.compile(r"(?<!\S)-?\.?\d(?:\S*\w)?")  # a word that begins with a number: 18, .5, 1/2, 18/day
 
@@ -3373,7 +3352,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?<!arc)((?:sin|cos|tan|cot|sec|csc)(?: ?\^ ?\{?\d\}?)? ?)(\([^()]*\)|\{[^{}]*\}|\d+(?:\.\d+)? ?°)",
      lambda angle: f"{angle[1]}({angle[2]})".replace("°", r"*\pi/180")),
     (r"°", " "),
-    *[(r"\\text\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}", r" \1 ")] * 2,  # \mathbf{5\text{ cm}}
+    *[(rf"\\text\s*\{{({_BRACED})\}}", r" \1 ")] * 2,  # \mathbf{5\text{ cm}}
     (r"(?<![a-zA-Z^}_])\{(log|[a-zA-Z](?:_\d)?)\}(?= ?[_=])", r"\1"),  # {x}_{1}, {x_1} = 2
     (r"\{ ?([-+:]) ?\}|(?<=.)\{ ?\}|\\(?:text)?color ?\{\w+\}", r"\1"),
     (r"\s+", " "), (r"^ |[ .]+$", ""), (r"^([A-J]) ?\)$", r"\1"),  # A) is A

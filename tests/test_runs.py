@@ -139,7 +139,7 @@ def test_bad_rows(fails, tmp_path, content, message):
     (["--data", "train.parquet"], "train.parquet: want JSON lines; datasets.load_dataset('parquet', data_files="),
     (["--eval_data", "test.csv"], "test.csv: want JSON lines; datasets.load_dataset('csv', data_files="),
     (["--reward", f"{ROOT}/grpo.py"], "grpo.py: no function is named; want verifier, FILE.py:FUNCTION"),
-    (["--max_new_tokens", 5000], "--max_new_tokens 5000: the context of"),
+    (["--max_new_tokens", 1024], "--max_new_tokens 1024: the context of tiny is 1024"),
     (["--output_dir", "/proc/nowhere"], "--output_dir /proc/nowhere"), (["--output_dir", "a" * 300], "name too long"),
     (["--output_dir", f"{ROOT}/README.md"], "is a file"), (["--output_dir", f"{ROOT}/README.md/x"], "--output_dir"),
     (["--resume"], "--resume: no checkpoint in"),
@@ -377,7 +377,6 @@ def test_nothing_is_built_before_a_bad_flag_is_noticed(fails, monkeypatch):
     for name in ("train_tiny_model", "build_tiny_model", "build_tiny_preferences"):
         monkeypatch.setattr(common, name, build)
     assert "nowhere.jsonl: cannot be read" in fails("--eval_data", "nowhere.jsonl", script="reward_model")
-    assert "--max_new_tokens 1024: the context of tiny is 1024" in fails("--max_new_tokens", 1024)
 
 
 def test_flags_from_a_file_and_help(tmp_path, capsys):
