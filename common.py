@@ -2138,10 +2138,12 @@ class Run:
         if evaluation := [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval_")]:
             say(f"step {step}: {', '.join(evaluation)}")
 
-        for name, (_, optimizer, _) in self.trained.items():
-            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        for name, (model, optimizer, _) in self.trained.items():
+            groups = (group["params"] for group in optimizer.param_groups)
+            if any(parameter.grad is not None for parameter in itertools.chain(model.parameters(), *groups)):
                 raise TrainingFailed(f"step {step}: {name} has a gradient that no run.optimizer_step has used, and "
-                                     "--resume would not bring back; leave out its backward pass, too")
+                                     "--resume would not bring back; leave out its backward pass, too (or is it of a "
+                                     "parameter that its optimizer lacks?)")
         self.next_step = step + 1
         drawn = zlib.crc32(torch.get_rng_state().numpy().tobytes())
         signals, drawn = zip(*gather_in_order([(self.stop_signal, drawn)]))

@@ -324,6 +324,11 @@ def test_what_resume_would_not_bring_back_is_refused(tmp_path):
         run.end_step(1, {})
     model.zero_grad()
     run.end_step(1, {})
+    model.late = torch.nn.Parameter(torch.ones(2))  # which the optimizer, made before, will never move
+    model.late.sum().backward()
+    with pytest.raises(common.TrainingFailed, match="step 2: policy has a gradient .*that its optimizer lacks"):
+        run.end_step(2, {})
+    del model.late
     model.bias.requires_grad_(False)  # then a checkpoint would not hold its moments
     with pytest.raises(common.TrainingFailed, match="requires_grad has changed since run.start"):
         run.save_checkpoint()
