@@ -2340,7 +2340,6 @@ def splits_as_its_file(tokenizer, file: str) -> bool:
     end = tokenizer.eos_token or ""  # Llama 2's adds a space in front of what follows a special token
     text = f" In 2023, it's 1+1 =  two.\n\n\tÇa va? 你好:\n    the\n\n\nthe\n(i).x{end}x{end} x"
     own = tokenizers.Tokenizer.from_file(file)
-    own.no_padding()
     return tokenizer.encode(text, add_special_tokens=False) == own.encode(text, add_special_tokens=False).ids
 
 
@@ -2389,8 +2388,11 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
                 say(f"--model {name}: holds weights that its config.json has no place for, such as {min(unused)}")
             return model
     model = on_main_rank(read_weights)
-    ties = getattr(text_config, "tie_word_embeddings", False)  # Inkling's has no such field
-    if cls is AutoModelForCausalLM and ties and not from_main_rank(model and is_tied(model)):
+    # Where the file has two that differ, transformers does not tie head and embedding, whatever config.json says. Other
+    # programs, and a model on the meta device, would.
+    ties = cls is AutoModelForCausalLM and getattr(text_config, "tie_word_embeddings", False)  # Inkling's lacks it
+    head = model.get_output_embeddings() if model and ties else None
+    if from_main_rank(head is not None and head.weight is not model.get_input_embeddings().weight):
         whole = model.config if model else config
         whole.tie_word_embeddings = whole.get_text_config().tie_word_embeddings = False
     if rank() > 0:
@@ -2404,13 +2406,6 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
         for parameter in set(model.base_model.parameters()) - set(model.get_decoder().parameters()):
             parameter.requires_grad_(False)
     return shard(model, device)
-
-
-def is_tied(model) -> bool:
-    """Is the head's weight the embedding's? Where a checkpoint has two that differ, transformers does not tie them,
-    whatever config.json says; other programs, and a model on the meta device, would."""
-    head = model.get_output_embeddings()
-    return head is None or head.weight is model.get_input_embeddings().weight
 
 
 def ensure_classifier(config_class) -> None:
@@ -3221,8 +3216,7 @@ def is_equivalent(prediction, answer) -> bool:
         return a.strip() == b.strip() != ""
     if _DECIMAL.fullmatch(a) and _DECIMAL.fullmatch(b):  # most pairs: a tenth of the time
         return Fraction(a) == Fraction(b)
-    a, b = _clean(a), _clean(b)
-    return any(_same(x, y) for x, y in _pairs(a, b))
+    return any(_same(x, y) for x, y in _pairs(_clean(a), _clean(b)))
 
 
 def _pairs(a: str, b: str):
