@@ -515,6 +515,7 @@ def test_no_text_raises_or_takes_long(text):
     ("\\sqrt{50} \\text{ cm}", "5\\sqrt2", "Simplify $\\sqrt{50}$.", False),
     ("\\text{Answer}=\\log_2 8", "3", "Find $\\log_2 8$.", False),
     ("\\sin(30^\\circ)", "0.5", "Compute $\\sin 30^\\circ$.", False),
+    ("\\sin x\\cos x", "\\frac12\\sin 2x", "Simplify $\\sin(x)\\cos(x)$.", False),
     ("x=5\\sqrt2", "5\\sqrt2", "Simplify $\\sqrt{50}$.", True), ("y=x+1", "x+1", "Where does x+1 lie?", True),
     ("\uff15\uff17\uff0b68", "125", "57+68=?", False),
     ("[57]+[68]", "125", "57+68=?", False), ("7[8]", "56", "", False), ("=5768=57+68", "125", "57+68=?", False),
