@@ -3078,9 +3078,9 @@ _HEADING = re.compile(r"""
       (?: [\s*:]* (?<=\n)-[ ] )? (?: [\s*:$] | \\\[ | --- )* (?= [^\s*:$\#-] | -[^-] )
       (?! (?! (?: All[ ]real | No | None | [A-H][ ]and )[ ] ) [A-Z][\w']*[ ][a-z] )
     |
-      # "Answer: 18", "A: 18" or "#### 18"; no "#### Step 1" or "#### 1. Read it"; with more below, no "#### Part 1"
+      # "Answer: 18", "A: 18", "####(#) 18"; no "#### Step 1" or "#### 1. Read it"; with more below, no "#### Part 1"
       (?: A(?:ns)?: | (?i:(?:final[ ])?answer[ ]?:)
-        | \#\#\#\# (?! [ ]*\** (?: [A-Z][a-z] (?: [^\n\d]*:\** | [a-z]*[ ][a-z][^\n\d]* )
+        | \#{4,}+ (?! [ ]*\** (?: [A-Z][a-z] (?: [^\n\d]*:\** | [a-z]*[ ][a-z][^\n\d]* )
             | (?: Final | Part | Method | Alternative | Analysis | Setup | Calculation | Given | Summary | Result | Key
                 | Additional | Example | Problem | Question )s?\b [^\n:=]* ) \n\s*[^\s<`] ) )
       [ \t]* (?: (?: \\\[ | \$\$ ) \s* )?
