@@ -3112,6 +3112,8 @@ _UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*"
                             r"(?:[A-Z].*:\s*(?:\\\[|\$\$)\s*(?=\S)|(?=[A-Z].*\d))(.+)", re.M)
 _CONCLUSION = re.compile(  # of the last line
     r"(?:.*[.!?]\s)?\W*((?:So|Thus|Therefore|Hence|In total|Altogether),? (?=.*\d).+\.[*$]*)")
+_ALONE = re.compile(  # of the whole text: 18, or **$1,234.50**
+    r"(?:[\s*$]|\\[([$])*(-?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+|/\d+)?|\.\d+)(?:\\?%)?)(?:[\s*$.]|\\[)\]])*")
 _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<[|｜][\w▁]+[|｜]>|<(?:eos|end_of_turn)>"
                     r"|\.?\s?I hope (?:it|this) is correct.*| ?(?:[✅✓✔]\ufe0f?|\\checkmark)")  # **18**</s> ✅; not x**2
 
@@ -3126,7 +3128,8 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     3. "The answer is 18." or "the answer: 18" within a line, also one within 1 and 2, or a number after 1 where that
        may only begin the reasoning (`A: There are 15 trees.`).
     4. Below `# Answer`, the display that a sentence introduces, or a sentence with a number in it.
-    5. A last sentence that concludes something with a number in it: So, she makes $18 a day.
+    5. A last sentence that concludes something with a number in it: So, she makes $18 a day. Or the whole text, if it
+       is but a number.
 
     With `closed_only`, as in training, 2 and 5 do not count: a policy is to learn to mark its answer.
     """
@@ -3150,7 +3153,8 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     elif answer is None and (sentences := _UNDER_HEADING.findall(text)):
         answer = sentences[-1]
     elif answer is None and not closed_only:
-        conclusion = _CONCLUSION.fullmatch(text.rstrip().rpartition("\n")[2][-LONGEST_ANSWER:])
+        last_line = text.rstrip().rpartition("\n")[2][-LONGEST_ANSWER:]
+        conclusion = _CONCLUSION.fullmatch(last_line) or _ALONE.fullmatch(text)
         answer = conclusion and conclusion[1]
     if answer and answer.count("}") > answer.count("{"):  # \text{The answer is 12.}
         answer = re.sub(r"\.?(?<=[^\\ ])\}(?:[.\s$*]|\\[\])])*$", "", answer)

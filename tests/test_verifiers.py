@@ -99,6 +99,13 @@ def test_a_last_sentence_that_concludes_is_an_answer_but_not_in_training(text, c
     assert extract_answer(text, closed_only=True) in (None, "5")
 
 
+@pytest.mark.parametrize("text, answer", [
+    ("18", "18"), ("**$1,234.50**", "1,234.50"), ("\\(3/4\\).", "3/4"), ("9*2=18</think>\n\n-.5\\%\n", "-.5\\%"),
+    ("1,2", None), ("(18)", None), ("18 apples", None), ("1. 2", None), ("9\n18", None)])
+def test_a_text_that_is_but_a_number_is_an_answer_but_not_in_training(text, answer):
+    assert extract_answer(text) == answer and extract_answer(text, closed_only=True) is None
+
+
 @pytest.mark.parametrize("text", ["So she has 7", "So she has 7.\nLet me check.", "So she has some.",
                                   "Some 7 are left.", "She has 7. So there.", "So: 7.5"])
 def test_other_sentences_conclude_nothing(text):
