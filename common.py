@@ -621,7 +621,8 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     entropy), float32 [B, T], both of softmax(logits / temperature), with gradients. They are 0 on padding, and for the
     first token of a row, which nothing predicts.
     Call `model.eval()` first if the model has dropout. In a longrope model, such as Phi-3, a row that is longer than
-    `context_length(model.config)` changes the log-probs of all. There is no second derivative.
+    `context_length(model.config)` changes the log-probs of all. Raises ValueError if T leaves no column for a prompt or
+    the shapes differ. There is no second derivative.
 
     [B, T, V] never exists (`SlicedLogprobs`), except for a head that `head_logits` cannot reproduce: a warning says so.
     (That is found out at the first call: `del model.head_is_sliceable` after a change of the head. It is also so where
@@ -1333,7 +1334,8 @@ class Shuffled:
         """The next `count` items; the same on every rank."""
         places = [divmod(p, len(self.items)) for p in range(self.position, self.position + count)]
         self.position += count
-        return [self.items[self.order(epoch)[i]] for epoch, i in places]
+        orders = {epoch: self.order(epoch) for epoch in {epoch for epoch, _ in places}}  # yours may not be cached
+        return [self.items[orders[epoch][i]] for epoch, i in places]
 
     def first(self, count: int) -> list:
         """The distinct ones among the first `count` items, without moving on."""

@@ -1476,6 +1476,15 @@ def test_shuffled_visits_every_item_once_a_pass_and_resumes_anywhere():
     assert [resumed.next(3) for _ in range(6)] == drawn[4:]
 
 
+def test_an_order_of_ones_own_is_made_once_for_each_pass_that_a_step_draws_from():
+    class Sorted(common.Shuffled):
+        def order(self, epoch):
+            made.append(epoch)
+            return range(3)
+    made, data = [], Sorted(["a", "b", "c"], seed=0)
+    assert data.next(4) == ["a", "b", "c", "a"] and sorted(made) == [0, 1]
+
+
 def test_prompts_and_answers_are_found_under_their_usual_names(tmp_path):
     rows = [{"question": "2+2?", "answer": "It is\n#### 4"}, {"problem": "x", "solution": "so \\boxed{\\frac{1}{2}}"},
             {"prompt": "y", "answer": 7}, {"prompt": [{"role": "user", "content": "hi"}], "answer": "z"},

@@ -587,6 +587,17 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
         assert [path.name for path in tmp_path.rglob("*")] == ["a", "file"]
 
 
+def test_what_a_process_killed_while_it_replaced_a_directory_left_is_kept_until_the_next_one_is_complete(tmp_path):
+    """It had moved the old directory aside. The next write fails on a full disk."""
+    common.write_directory(tmp_path / ".a.old", lambda folder: (folder / "file").write_text("1"))
+
+    def broken(folder):
+        raise OSError(28, "No space left on device")
+    with pytest.raises(common.TrainingFailed, match="No space left"):
+        common.write_directory(tmp_path / "a", broken)
+    assert [path.name for path in tmp_path.iterdir()] == [".a.old"] and (tmp_path / ".a.old" / "file").exists()
+
+
 def test_what_another_process_is_writing_is_left_alone(tmp_path):
     (tmp_path / ".a.tmp-99999").mkdir()
     common.write_directory(tmp_path / "a", lambda folder: (folder / "file").write_text("1"), replace=False)
