@@ -869,7 +869,9 @@ def test_mistakes_are_one_line(tmp_path, flags, word):
 
 def test_the_samples_of_ppo_have_the_advantage_of_their_first_token(tmp_path):
     """γ = λ = 1, no KL, a critic of zeros: before whitening, Â of every token is the reward, 1 or 0."""
-    run_script("ppo.py", "--steps", 1, "--prompts_per_step", 8, "--kl_coef", 0, "--lam", 1,
+    reward = tmp_path / "reward.py"  # not by what was sampled, which another CPU rounds otherwise
+    reward.write_text("def odd(prompt, completion, row): return int(row['answer']) % 2")
+    run_script("ppo.py", "--steps", 1, "--prompts_per_step", 8, "--kl_coef", 0, "--lam", 1, "--reward", f"{reward}:odd",
                "--updates_per_batch", 1, "--output_dir", tmp_path / "run", *on_few_problems(tmp_path))
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert {row["reward"] for row in rows} == {0, 1}
