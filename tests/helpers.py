@@ -320,14 +320,15 @@ def read_metrics(directory) -> list[dict]:
 def record_run(monkeypatch, script: str, directory, *flags) -> list:
     """Run a script in this process and record each of its steps:
 
-    state     the weights and optimizer states that the step begins with, for `begin_with`
+    states    the weights and optimizer states that each of its updates begins with, for `begin_with`
     batches   the data that it drew
     rollouts  what it sampled
     orders    what `torch.randperm` returned: the order in which rows were dealt out
     updates   what each `Run.optimizer_step` returned
     metrics   its line of metrics.jsonl
     """
-    module, steps, run_steps = importlib.import_module(script.removesuffix(".py")), [], common.Run.steps
+    module, steps = importlib.import_module(script.removesuffix(".py")), []
+    run_steps, optimizer_step = common.Run.steps, common.Run.optimizer_step
 
     def recorded(name, function):
         """Wrap `function` to append its results to the list `name` of the current step."""
@@ -340,14 +341,19 @@ def record_run(monkeypatch, script: str, directory, *flags) -> list:
 
     def recorded_steps(run):
         for step in run_steps(run):
-            state = [(m.state_dict(), optimizer.state_dict()["state"]) for m, optimizer, _ in run.trained.values()]
-            steps.append(SimpleNamespace(state=copy.deepcopy(state), batches=[], rollouts=[], orders=[], updates=[]))
+            steps.append(SimpleNamespace(states=[], batches=[], rollouts=[], orders=[], updates=[]))
             yield step
+
+    def recorded_update(run, model, *args):
+        if model is next(iter(run.trained.values()))[0]:  # the critic's follows in the same update
+            states = [(m.state_dict(), optimizer.state_dict()["state"]) for m, optimizer, _ in run.trained.values()]
+            steps[-1].states.append(copy.deepcopy(states))
+        return optimizer_step(run, model, *args)
 
     monkeypatch.setattr(common.Run, "steps", recorded_steps)
     monkeypatch.setattr(common.Shuffled, "next", recorded("batches", common.Shuffled.next))
     monkeypatch.setattr(torch, "randperm", recorded("orders", torch.randperm))
-    monkeypatch.setattr(common.Run, "optimizer_step", recorded("updates", common.Run.optimizer_step))
+    monkeypatch.setattr(common.Run, "optimizer_step", recorded("updates", recorded_update))
     if hasattr(module, "sample"):  # reward_model.py samples nothing
         monkeypatch.setattr(module, "sample", recorded("rollouts", module.sample))
     run_script(script, "--output_dir", directory, *on_few_problems(Path(directory).parent), *flags)
@@ -356,14 +362,26 @@ def record_run(monkeypatch, script: str, directory, *flags) -> list:
     return steps
 
 
-def begin_with(step, *plain) -> None:
-    """Give each plain (model, optimizer) the state that the run's own one had when the step began.
+def begin_with(step, update: int, *plain) -> None:
+    """Give each plain (model, optimizer) the state that the run's own one had before that update of the step, to which
+    the plain update before has to have brought it, up to rounding.
 
-    Without this the two would drift apart: AdamW turns rounding in a gradient near 0 into an update of size lr.
+    Without this the two would drift apart: AdamW turns rounding in a gradient near 0 into an update of size lr, and a
+    ratio at its bound would be clipped in one of them alone.
     """
-    for (model, optimizer), (weights, moments) in zip(plain, step.state, strict=True):
+    for number, (model, optimizer) in enumerate(plain):
+        weights, moments = step.states[update][number]
+        if update > 0:
+            assert_moved_alike(model.state_dict(), weights, step.states[update - 1][number][0])
         model.load_state_dict(weights)
         optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
+
+
+def assert_moved_alike(plain: dict, ours: dict, start: dict) -> None:
+    """Check that two state dicts are the same up to rounding, which AdamW amplifies for gradients near 0: that they
+    differ by a small share of what training changed since the start."""
+    plain, ours, start = (torch.cat([state[name].flatten() for name in ours]) for state in (plain, ours, start))
+    assert (ours - plain).norm() <= 3e-3 * (ours - start).norm()
 
 
 def load_tiny_model():
@@ -435,12 +453,6 @@ def assert_metrics(step, updates, expected: dict) -> None:
 
 
 def assert_same_weights(directory, policy, start=None) -> None:
-    """Check that the run's saved model is the plain one, up to rounding, which AdamW amplifies for gradients near 0.
-
-    The difference is compared with what training changed in the model it started from (`start`, or the tiny model).
-    """
+    """Check that the run's saved model, trained from `start` or the tiny model, is the plain one (up to rounding)."""
     trained = type(policy).from_pretrained(Path(directory) / "model")
-    saved, plain, start = (torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-                           for model in (trained, policy, start or load_tiny_model()))
-    difference, change = (saved - plain).norm().item(), (saved - start).norm().item()
-    assert difference < 3e-3 * change
+    assert_moved_alike(policy.state_dict(), trained.state_dict(), (start or load_tiny_model()).state_dict())

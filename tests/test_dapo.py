@@ -227,7 +227,7 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
     policy = load_tiny_model()
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for step in steps:
-        begin_with(step, (policy, optimizer))
+        begin_with(step, 0, (policy, optimizer))
         drawn = [(rollout, i) for rollout in step.rollouts for i in range(len(rollout.mask))]
         lengths = torch.tensor([int(rollout.lengths[i]) for rollout, i in drawn])
         finished = torch.cat([plain_finished(rollout) for rollout in step.rollouts])
@@ -245,7 +245,8 @@ def test_every_update_is_that_of_the_plain_algorithm(average, switches, tmp_path
         with torch.no_grad():
             old = {i: plain_logprobs(policy, *drawn[i], 1.3) for i in kept}
         updates, clipped, entropies = [], [], []
-        for minibatch in torch.tensor(kept)[step.orders[0]].tensor_split(2) * 2:
+        for update, minibatch in enumerate(torch.tensor(kept)[step.orders[0]].tensor_split(2) * 2):
+            begin_with(step, update, (policy, optimizer))
             loss = 0
             tokens = Counter()  # tokens in the loss, per unit
             rows = minibatch.tolist() if average == "token" else kept  # a prompt's rows may be in several minibatches

@@ -156,7 +156,7 @@ def test_every_update_is_that_of_the_plain_algorithm(reference_free, tmp_path, m
         return chosen - rejected
 
     for step in steps:
-        begin_with(step, (policy, optimizer))
+        begin_with(step, 0, (policy, optimizer))
         [pairs] = step.batches
         margins = torch.stack([margin(pair) for pair in pairs])
         losses = -0.9 * margins.sigmoid().log() - 0.1 * (-margins).sigmoid().log()  # cDPO, s = .1
@@ -190,7 +190,7 @@ def test_every_update_on_policy_is_that_of_the_plain_algorithm(reference_free, t
     policy, reference = load_tiny_model(), load_tiny_model()
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for step in steps:
-        begin_with(step, (policy, optimizer))
+        begin_with(step, 0, (policy, optimizer))
         [rollout] = step.rollouts
         right = [is_right(rollout, i) for i in range(24)]
         pairs = [(i, i + 1) if right[i] else (i + 1, i) for i in range(0, 24, 2) if right[i] != right[i + 1]]

@@ -100,7 +100,7 @@ def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     rates = iter(2e-4 * (1 - n / 8) for n in range(8))  # a linear decay to 0 over all 8 updates
     for step in steps:
-        begin_with(step, (policy, optimizer))
+        begin_with(step, 0, (policy, optimizer))
         [rollout], [order] = step.rollouts, step.orders
         rewards = torch.tensor([is_right(rollout, i) + 0.25 * common.format_reward(rollout.completions[i])
                                 for i in range(16)])
@@ -108,7 +108,8 @@ def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
         with torch.no_grad():
             old = [plain_logprobs(policy, rollout, i, 0.8) for i in range(16)]
         updates, clipped = [], []
-        for minibatch in order.tensor_split(2) * 2:
+        for update, minibatch in enumerate(order.tensor_split(2) * 2):
+            begin_with(step, update, (policy, optimizer))
             loss = 0
             for i in minibatch.tolist():
                 ratio = (plain_logprobs(policy, rollout, i, 0.8) - old[i]).exp()

@@ -168,7 +168,7 @@ def test_every_update_is_that_of_the_plain_algorithm(divide, beta, longest, tmp_
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     rates = iter([0, 1e-4] + [2e-4] * 10)  # twelve updates, of which two are warm-up
     for step in steps:
-        begin_with(step, (policy, optimizer))
+        begin_with(step, 0, (policy, optimizer))
         [rollout], [order] = step.rollouts, step.orders
         right = torch.tensor([float(is_right(rollout, i)) for i in range(16)])
         well_formed = torch.tensor([float(bool(re.fullmatch(
@@ -183,7 +183,8 @@ def test_every_update_is_that_of_the_plain_algorithm(divide, beta, longest, tmp_
             old = [plain_logprobs(policy, rollout, i, 0.8) for i in range(16)]
             ref = [plain_logprobs(reference, rollout, i, 0.8) for i in range(16)]
         updates, clipped, kl, entropies = [], [], [], []
-        for minibatch in order.tensor_split(3) * 2:
+        for update, minibatch in enumerate(order.tensor_split(3) * 2):
+            begin_with(step, update, (policy, optimizer))
             loss = 0
             for i in minibatch.tolist():
                 logprobs = plain_logprobs(policy, rollout, i, 0.8)

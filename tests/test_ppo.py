@@ -775,7 +775,7 @@ def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, mi
     torch.nn.init.zeros_(critic.score.weight)
     optimizer, critic_optimizer = (torch.optim.AdamW(m.parameters(), weight_decay=0.0) for m in (policy, critic))
     for step in steps:
-        begin_with(step, (policy, optimizer), (critic, critic_optimizer))
+        begin_with(step, 0, (policy, optimizer), (critic, critic_optimizer))
         [rollout], [order] = step.rollouts, step.orders
         right, finished = [float(is_right(rollout, i)) for i in range(12)], plain_finished(rollout)
         scores = [right[i] if finished[i] or missing is None else missing for i in range(12)]
@@ -794,7 +794,8 @@ def test_every_update_is_that_of_the_plain_algorithm(beta, gamma, lam, bonus, mi
                 for t in range(len(deltas))]))
         returns = [advantages[i] + old_values[i] for i in range(12)]  # V̂ = Â + V_old, with Â not whitened
         updates, value_updates, clipped, value_clipped, entropies = [], [], [], [], []
-        for minibatch in order.tensor_split(2) * 2:
+        for update, minibatch in enumerate(order.tensor_split(2) * 2):
+            begin_with(step, update, (policy, optimizer), (critic, critic_optimizer))
             all_advantages = torch.cat([advantages[i] for i in minibatch])
             loss = value_loss = 0
             for i in minibatch.tolist():

@@ -186,7 +186,7 @@ def test_every_update_is_that_of_the_plain_algorithm(tmp_path, monkeypatch):
 
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     for step, lr in zip(steps, (0.0, 0.5e-3, 1e-3, 0.5e-3), strict=True):  # two updates of warm-up, then linear decay
-        begin_with(step, (model, optimizer))
+        begin_with(step, 0, (model, optimizer))
         [drawn] = step.batches
         row_of = {row["prompt"]: row for row in ROWS}
         pairs = [pair for preference in drawn for pair in pairs_of(row_of[preference.prompt])]
