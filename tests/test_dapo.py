@@ -67,6 +67,7 @@ def test_the_papers_reading_is_a_mean_per_prompt():
 def test_a_minibatch_without_a_token_in_the_loss():
     """--overlong_filtering may leave none: weights of 0, not NaN."""
     assert (dapo.token_weights(torch.zeros(2, 3).bool(), 0) == 0).all()
+    assert dapo.token_weights(torch.tensor([[True]]), 1) == 1
 
 
 def test_switched_off_the_weights_and_the_loss_are_grpos():

@@ -168,6 +168,7 @@ def test_weights_are_a_mean_over_all_tokens():
     mask = torch.tensor([[1, 0], [1, 1], [0, 0]]).bool()
     torch.testing.assert_close(ppo.token_weights(mask, mask.sum()), torch.tensor([[1, 0], [1, 1], [0, 0]]) / 3)
     assert (ppo.token_weights(mask & False, 0) == 0).all()
+    assert ppo.token_weights(torch.tensor([[True]]), 1) == 1
 
 
 @pytest.mark.parametrize("value, target, loss, slope", [
@@ -607,8 +608,10 @@ def test_a_reward_model_of_others_reads_all_that_its_template_writes(shift, tmp_
     common.load_reward(reward_config(tmp_path / "rm", policy_directory, system_prompt="none"))(problems, rollout)
     lengths = scored[0].attention_mask.sum(1)
     assert lengths.max() == longest - 3
-    for ids, mask in zip(scored[0].input_ids, scored[0].attention_mask):
-        assert tokenizer.decode(ids[mask.bool()]).endswith("<eos>," if shift is None else "<eos>")
+    as_text = common.retokenize(problems, rollout, tokenizer, "none", whole=shift is None)  # for another vocabulary
+    for batch in (scored[0], as_text):
+        for ids, mask in zip(batch.input_ids, batch.attention_mask):
+            assert tokenizer.decode(ids[mask.bool()]).endswith("<eos>," if shift is None else "<eos>")
 
 
 def test_scores_that_are_not_finite_are_refused(tmp_path, policy_directory, monkeypatch):
