@@ -368,7 +368,8 @@ def test_a_run_on_the_built_in_rankings(job, tmp_path, monkeypatch):
 
     monkeypatch.setattr(common, "evaluate", recorded)
     monkeypatch.setattr(common, "AT_ONCE", 7)  # several collations
-    run_script("dpo.py", "--steps", 1, "--pairs_per_step", 2, "--lr", 0, "--output_dir", tmp_path / "run")
+    said = run_script("dpo.py", "--steps", 1, "--pairs_per_step", 2, "--lr", 0, "--output_dir", tmp_path / "run")
+    assert "computing the reference's log-probs" in said
     assert {p.prompt for p in asked} == {row["prompt"] for row in common.arithmetic_rows(2, "eval")}
     assert [line["eval_pair_accuracy"] for line in read_metrics(tmp_path / "run")] == [0.5, 0.5]
 

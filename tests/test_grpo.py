@@ -213,7 +213,7 @@ def test_every_update_is_that_of_the_plain_algorithm(divide, beta, longest, tmp_
 def run_six_steps(folder, _):
     output = folder / "output"
     ended_well(fork(output, launch_script, "grpo.py", "--steps", 6, "--eval_every", 3, "--eval_samples", 2,
-                    "--save_every", 5, "--output_dir", folder / "run"), output)
+                    "--save_every", 5, "--output_dir", folder / "run", COLUMNS="200"), output)
     return folder / "run", output.read_text()
 
 
@@ -233,6 +233,9 @@ def test_a_whole_run_learns_and_its_model_loads(job):
     assert {"eval_accuracy", "eval_avg@2", "eval_pass@2"} <= metrics[0].keys() & metrics[3].keys() & metrics[6].keys()
     assert metrics[0]["eval_accuracy"] <= 0.65 and metrics[6]["eval_accuracy"] >= metrics[0]["eval_accuracy"] + 0.2
     assert f"step 0: eval_accuracy {metrics[0]['eval_accuracy']:.3f}" in said and f"saved {out / 'model'}" in said
+    last = metrics[6]
+    assert (f"reward={last['reward']:.3f}, accuracy={last['accuracy']:.3f}, entropy={last['entropy']:.3f}, "
+            f"tokens_per_second={last['tokens_per_second']:.0f}]") in said  # the progress bar
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert [row["step"] for row in samples] == [1] * 8 + [3] * 8 + [6] * 8 and (out / "config.json").exists()
 
