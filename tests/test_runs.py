@@ -897,13 +897,14 @@ def test_a_run_as_on_one_gpu_agrees_with_float32_and_resumes(script, small, tmp_
         if name == "ordinary":
             for changed, function in ordinary.items():
                 monkeypatch.setattr(common, changed, function)
-        run_script(*small(script), "--lr", 1e-6, "--eval_every", 1, "--output_dir", tmp_path / name, "--steps", *flags)
+        run_script(*small(script), "--lr", 1e-6, *["--value_lr", 1e-6] * (script == "ppo"), "--eval_every", 1,
+                   "--output_dir", tmp_path / name, "--steps", *flags)
     assert_same_outcome(tmp_path / "whole", tmp_path / "resumed")
     (metrics, weights), (expected, _) = outcome(tmp_path / "whole"), outcome(tmp_path / "ordinary")
     counts = "pair_accuracy", "eval_pair_accuracy", "eval_calibration_error"  # of few pairs: a close one turns around
     for step in (0, 1):
         close = {key: value for key, value in expected[step].items() if key not in counts}
-        assert_close(metrics[step], close, rel=0.1, abs=0.01)
+        assert_close(metrics[step], close, rel=0.1, abs=0.02)
     recomputed = read_metrics(tmp_path / "recomputed")[1]
     assert recomputed["grad_norm"] == pytest.approx(metrics[1]["grad_norm"], rel=0.02)
     assert metrics[1].get("sampler_gap", 0) < 0.002  # log-probs of a forward pass, and of one that decodes
