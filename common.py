@@ -3112,8 +3112,10 @@ _PHRASE = re.compile(r"""
 # The total is:\n$$x = 5$$; or She makes $18 a day.
 _UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*"
                             r"(?:[A-Z].*:\s*(?:\\\[|\$\$)\s*(?=\S)|(?=[A-Z].*\d))(.+)", re.M)
-_CONCLUSION = re.compile(  # of the last line
-    r"(?:.*[.!?]\s)?\W*((?:So|Thus|Therefore|Hence|In total|Altogether),? (?=.*\d).+\.[*$]*)")
+_VALUE = re.compile(r"""  # a formula, $x = 5$ or \[x = 5\]; or in plain text 18, $1,234.50, 3 1/2, 2x + 3
+    \$\$ (.+?) \$\$ | \\\[ (.+?) \\\] | \\\( (.+?) \\\) | (?<!\\)\$ (?![\s$]) ((?:\\.|[^$\\])+?) (?<!\s)\$ (?!\d)
+    | (?<![^\s*=]) (?<![-+/^×÷][ ]) ( [-(\\$€£]* (?: \.?\d | [a-z](?=[ ]?[-+/^]) ) (?:[^\s=]*[^\s=*.,:;!?])?
+        (?: [ ][-+*/^×÷x][ ][^\s=]*[^\s=*.,:;!?] | (?<=\d)[ ]\d(?:[^\s=]*[^\s=*.,:;!?])? )* )""", re.X | re.S)
 _ALONE = re.compile(  # of the whole text: 18, or **$1,234.50**
     r"(?:[\s*$]|\\[([$])*(-?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+|/\d+)?|\.\d+)(?:\\?%)?)(?:[\s*$.]|\\[)\]])*")
 _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<[|｜][\w▁]+[|｜]>|<(?:eos|end_of_turn)>"
@@ -3130,8 +3132,7 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     3. "The answer is 18." or "the answer: 18" within a line, also one within 1 and 2, or a number after 1 where that
        may only begin the reasoning (`A: There are 15 trees.`).
     4. Below `# Answer`, the display that a sentence introduces, or a sentence with a number in it.
-    5. A last sentence that concludes something with a number in it: So, she makes $18 a day. Or the whole text, if it
-       is but a number.
+    5. The last formula or number of a last sentence: So, she makes $18 a day. Or the whole text, if it is but a number.
 
     With `closed_only`, as in training, 2 and 5 do not count: a policy is to learn to mark its answer.
     """
@@ -3155,12 +3156,24 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     elif answer is None and (sentences := _UNDER_HEADING.findall(text)):
         answer = sentences[-1]
     elif answer is None and not closed_only:
-        last_line = text.rstrip().rpartition("\n")[2][-LONGEST_ANSWER:]
-        conclusion = _CONCLUSION.fullmatch(last_line) or _ALONE.fullmatch(text)
-        answer = conclusion and conclusion[1]
+        answer = alone[1] if (alone := _ALONE.fullmatch(text)) else _last_value(text.rstrip()[-LONGEST_ANSWER:])
     if answer and answer.count("}") > answer.count("{"):  # \text{The answer is 12.}
         answer = re.sub(r"\.?(?<=[^\\ ])\}(?:[.\s$*]|\\[\])])*$", "", answer)
     return _MARKS.sub("", answer or "") or None
+
+
+def _last_value(text: str) -> str | None:
+    """"So she has $x = 2$ or $x = 3$ figs." -> "x = 2, x = 3": what the last sentence says, if it is a whole one."""
+    values = list(_VALUE.finditer(text))
+    end = r"[^.!?\n]*[.!]\**" + r"|\**" * bool(values and values[-1].lastindex < 5)  # a formula may be the end
+    if not values or not re.fullmatch(end, text[values[-1].end():]):
+        return None
+    said = values[-1:]
+    for value in values[-2::-1]:  # 1, 2 and 3
+        if not re.fullmatch(r",?\s*(?:and|or)\s*" + r"|,\s*" * (len(said) > 1), text[value.end():said[0].start()]):
+            break
+        said.insert(0, value)
+    return ", ".join(value[value.lastindex].strip() for value in said)
 
 
 def _in_boxes(text: str) -> list[tuple[int, str]]:
@@ -3217,12 +3230,19 @@ def is_equivalent(prediction, answer) -> bool:
     if prediction is None or answer is None:
         return False
     sides = str(prediction), str(answer)
-    a, b = (side if _DECIMAL.fullmatch(side) else extract_answer(side) or side for side in sides)
+    a, b = (side if _DECIMAL.fullmatch(side) else _answer_in(side) for side in sides)
     if max(len(a), len(b)) > LONGEST_ANSWER:
         return a.strip() == b.strip() != ""
     if _DECIMAL.fullmatch(a) and _DECIMAL.fullmatch(b):  # most pairs: a tenth of the time
         return Fraction(a) == Fraction(b)
     return any(_same(x, y) for x, y in _pairs(_clean(a), _clean(b)))
+
+
+def _answer_in(text: str) -> str:
+    """What is compared of a text: the answer that it marks, else all of it; of reasons and a conclusion, the latter."""
+    answer = extract_answer(text, closed_only=True) or text[-LONGEST_COMPLETION:].rpartition("<answer>")[2]
+    conclusion = re.split(r"[.!?]\s+(?=(?:So|Thus|Therefore|Hence|In total|Altogether)\b)", answer)[-1]
+    return conclusion if re.search(r"\d", conclusion) else answer
 
 
 def _pairs(a: str, b: str):
@@ -3288,7 +3308,7 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
 
     if answer == gold:  # most right answers
         return True
-    answer, gold = ((extract_answer(side) or side)[:LONGEST_ANSWER] for side in (answer, gold))
+    answer, gold = (_answer_in(side)[:LONGEST_ANSWER] for side in (answer, gold))
     value = _clean(answer)
     return any(_same(said, meant) and worked_out(said, meant) for said, meant in _pairs(value, _clean(gold)))
 

@@ -15,11 +15,11 @@ from common import SYSTEM_PROMPT, extract_answer, format_reward, is_equivalent, 
     ("so $\\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}"), ("\\boxed{1} and \\boxed{2", "1"),
     ("\\boxed{\\{1,2\\}}", "\\{1,2\\}"), ("<answer>\\boxed{3}</answer>", "3"), ("\\boxed{4} <answer>5</answer>", "5"),
     ("<answer>4</answer> \\boxed{5}", "5"), ("Then 48+24 = 72.\n#### 72", "72"), ("a #### 5", None), ("####", None),
-    ("So each gets 2 bars. #### 2", "2"), ("It is option C. #### C \n", "C"), ("Fine. #### Part 1\nAdd 3.", None),
+    ("So each gets 2 bars. #### 2", "2"), ("It is option C. #### C \n", "C"), ("Fine. #### Part 1\nAdd up.", None),
     ("**He is 13.** #### 13", "13"), ("It is \\boxed{5}. So 5+1. Final Answer: The final answer is 6. I hope so.", "6"),
     ("<think>It is 5. #### 5</think>", None),
     ("A: 18", "18"), ("I think A: 5", None), ("**Answer:** 7", "7"), ("# Answer\n\n17", "17"),
-    ("The answer is 42.", "42"), ("The final answer is $\\boxed{5}$.", "5"), ("18 apples are left.", None),
+    ("The answer is 42.", "42"), ("The final answer is $\\boxed{5}$.", "5"),
     ("", None), (None, None), ("Final Answer: The final answer is $5$. I hope it is correct.", "$5$"),
     ("**The answer is 5.**", "5"), ("The answer is not clear. The answer is 6 because 5+1=6.", "6"),
     ("The answer is 5 apples, and the final answer is 6.", "6"), ("So the answer is:\n\n$5.50", "$5.50"),
@@ -85,18 +85,26 @@ def test_the_last_answer_is_extracted(text, answer):
     assert extract_answer(text) == answer
 
 
-@pytest.mark.parametrize("text, conclusion, answer", [
-    ("2+5 = 7. So she has 7 apples.\n", "So she has 7 apples.", "7"),
-    ("- **Therefore, she earns $460.**", "Therefore, she earns $460.", "460"),
-    ("\\boxed{5}? no.</think>\n\nThus, it is $6$.", "Thus, it is $6$.", "6"),
-    ("Hence the pair is $(7, 6)$.", "Hence the pair is $(7, 6)$.", "(7,6)"),
-    ("So we get 9 x $2 = $18.", "So we get 9 x $2 = $18.", "18"),
-    ("4+5 = 9. In total, they ate 9 figs.", "In total, they ate 9 figs.", "9"),
-    ("Altogether she pays $9.", "Altogether she pays $9.", "9")])
-def test_a_last_sentence_that_concludes_is_an_answer_but_not_in_training(text, conclusion, answer):
-    assert extract_answer(text) == conclusion and is_equivalent(conclusion, answer)
-    assert not is_equivalent(conclusion.replace(answer[-1], "4"), answer)
+@pytest.mark.parametrize("text, answer", [
+    ("2+5 = 7. So she has 7 apples.\n", "7"), ("- **Therefore, she earns $460.**", "$460"), ("So **x = 7**.", "7"),
+    ("\\boxed{5}? no.</think>\n\nThus, it is $6$.", "6"), ("Hence the pair is $(7, 6)$.", "(7, 6)"),
+    ("So we get 9 x $2 = $18.", "$18"), ("She has $36 - $15 = $21 left.", "$21"), ("Prices are $3 and $4.", "$3, $4"),
+    ("800 gallons - 250 gallons = 550 gallons.", "550"), ("In 2019, 5 were left.", "5"), ("He ate 3 1/2.", "3 1/2"),
+    ("So $x = 2$ or $x = 3$.", "x = 2, x = 3"), ("The roots are 1, 2, and 3.", "1, 2, 3"), ("18 are left.", "18"),
+    ("We get\n\\[\\frac{8}{21}\\]", "\\frac{8}{21}"), ("The product is $9$", "9"), ("It is $\\$78$.", "\\$78"),
+    ("So $\\frac{9}{2}$ as a decimal is 4.5.", "4.5"), ("So it is 2x + 3.", "2x + 3"), ("So x=5.", "5"),
+    ("This is x + 3 in 2 steps? No, it is x + 3.", "x + 3"), ("1,234.50 €!", "1,234.50"),
+    ("No: 5 * 10^3.", "5 * 10^3")])
+def test_the_last_sentence_has_the_answer_but_not_in_training(text, answer):
+    assert extract_answer(text) == answer and is_equivalent(answer, answer)
     assert extract_answer(text, closed_only=True) in (None, "5")
+
+
+@pytest.mark.parametrize("text, answer", [
+    ("2+5 = 7. So she has 7 apples.", "7"), ("She pays $9 twice.\nAltogether she pays $18.", "18"),
+    ("9*2 = 18. Hence the pair is $(7, 6)$.", "(7,6)"), ("Fine. So we get 9 x $2 = $18.", "18"), ("<answer>18", "18")])
+def test_an_answer_in_several_sentences_is_its_conclusion(text, answer):
+    assert is_equivalent(text, answer) and not is_equivalent(text.replace(answer[-1], "4"), answer)
 
 
 @pytest.mark.parametrize("text, answer", [
@@ -106,9 +114,9 @@ def test_a_text_that_is_but_a_number_is_an_answer_but_not_in_training(text, answ
     assert extract_answer(text) == answer and extract_answer(text, closed_only=True) is None
 
 
-@pytest.mark.parametrize("text", ["So she has 7", "So she has 7.\nLet me check.", "So she has some.",
-                                  "Some 7 are left.", "She has 7. So there.", "So: 7.5"])
-def test_other_sentences_conclude_nothing(text):
+@pytest.mark.parametrize("text", ["So she has 7", "So she has 7.\nLet me check.", "So she has some.", "It is 3 - ",
+                                  "She has 7. So there.", "So: 7.5", "The thirteenth glass is 5 * 1"])
+def test_other_sentences_have_no_answer(text):
     assert extract_answer(text) is None
 
 
