@@ -3113,9 +3113,13 @@ _PHRASE = re.compile(r"""
 _UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*"
                             r"(?:[A-Z].*:\s*(?:\\\[|\$\$)\s*(?=\S)|(?=[A-Z].*\d))(.+)", re.M)
 _WORD = r"[^\s=]*[^\s=*.,:;!?]"
-_VALUE = re.compile(rf"""  # a formula, $x = 5$ or \[x = 5\]; or in plain text 18, $1,234.50, 3 1/2, 2x + 3
-    \$\$ (.+?) \$\$ | \\\[ (.+?) \\\] | \\\( (.+?) \\\) | (?<!\\)\$ (?![\s$]) ((?:\\.|[^$\\])+?) (?<!\s)\$ (?!\d)
-    | (?<![^\s*=]) (?<![-+/^×÷][ ]) ( [-(\\$€£]* (?: \.?\d | (?:[dt]?frac|sqrt)\{{ | [a-z](?=[ ]?[-+/^]) ) (?:{_WORD})?
+_VALUE = re.compile(rf"""
+    # a formula: \[x = 5\], $x = 5$ (not "$5 or $6"), or $ x = 5 $ before a dot
+    \$\$ (.+?) \$\$ | \\\[ (.+?) \\\] | \\\( (.+?) \\\)
+    | (?<!\\)\$ (?: (?![\s$]) ((?:\\.|[^$\\])+?) (?<!\s)\$ (?!\d) | [ ] ((?:\\.|[^$\\])+?) [ ]\$ (?![\s\d]) )
+    # in plain text: 18, $1,234.50, 3 1/2, 2x + 3
+    | (?<![^\s*=]) (?<![-+/^×÷][ ])
+      (?P<plain> [-(\\$€£]* (?: \.?\d | (?:[dt]?frac|sqrt)\{{ | [a-z](?=[ ]?[-+/^]) ) (?:{_WORD})?
         (?: [ ][-+*/^×÷x][ ]{_WORD} | (?<=\d)[ ]\d(?:{_WORD})? )* )""", re.X | re.S)
 _ALONE = re.compile(  # of the whole text: 18, or **$1,234.50**
     r"(?:[\s*$]|\\[([$])*(-?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+|/\d+)?|\.\d+)(?:\\?%)?)(?:[\s*$.]|\\[)\]])*")
@@ -3157,17 +3161,20 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     elif answer is None and (sentences := _UNDER_HEADING.findall(text)):
         answer = sentences[-1]
     elif answer is None and not closed_only:
-        answer = alone[1] if (alone := _ALONE.fullmatch(text)) else _last_value(text.rstrip()[-LONGEST_ANSWER:])
+        answer = alone[1] if (alone := _ALONE.fullmatch(text)) else _last_value(text)
     if answer and answer.count("}") > answer.count("{"):  # \text{The answer is 12.}
         answer = re.sub(r"\.?(?<=[^\\ ])\}(?:[.\s$*]|\\[\])])*$", "", answer)
     return _MARKS.sub("", answer or "") or None
 
 
 def _last_value(text: str) -> str | None:
-    """"So she has $x = 2$ or $x = 3$ figs." -> "x = 2, x = 3": what the last sentence says, if it is a whole one."""
+    """"So $x = 2$ or $x = 3$." -> "x = 2, x = 3": what a text says in its last sentence, if that is a whole one."""
+    text = _MARKS.sub("", text[-LONGEST_ANSWER:]).rstrip()
     values = list(_VALUE.finditer(text))
-    end = r"[^.!?\n]*[.!]\**" + r"|\**" * bool(values and values[-1].lastindex < 5)  # a formula may be the end
-    if not values or not re.fullmatch(end, text[values[-1].end():]):
+    if not values:
+        return None
+    whole = r"[^.!?\n]*[.!]\**" + ("" if values[-1]["plain"] else r"|\**")  # a sentence may end in a formula
+    if not re.fullmatch(whole, text[values[-1].end():]):
         return None
     said = values[-1:]
     for value in values[-2::-1]:  # 1, 2 and 3

@@ -94,7 +94,9 @@ def test_the_last_answer_is_extracted(text, answer):
     ("We get\n\\[\\frac{8}{21}\\]", "\\frac{8}{21}"), ("The product is $9$", "9"), ("It is $\\$78$.", "\\$78"),
     ("So $\\frac{9}{2}$ as a decimal is 4.5.", "4.5"), ("So it is 2x + 3.", "2x + 3"), ("So x=5.", "5"),
     ("This is x + 3 in 2 steps? No, it is x + 3.", "x + 3"), ("1,234.50 €!", "1,234.50"),
-    ("No: 5 * 10^3.", "5 * 10^3"), ("The probability is \\frac{33}{100}.", "\\frac{33}{100}")])
+    ("No: 5 * 10^3.", "5 * 10^3"), ("The probability is \\frac{33}{100}.", "\\frac{33}{100}"),
+    ("It is $ \\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix} $.", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
+    ("$ 18 or $ 20 is paid.", "20"), ("**So it is 5.**</s>", "5"), ("So it is *5*.<|im_end|>\n", "5")])
 def test_the_last_sentence_has_the_answer_but_not_in_training(text, answer):
     assert extract_answer(text) == answer and is_equivalent(answer, answer)
     assert extract_answer(text, closed_only=True) in (None, "5")
