@@ -3112,15 +3112,18 @@ _PHRASE = re.compile(r"""
 # The total is:\n$$x = 5$$; or She makes $18 a day.
 _UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*"
                             r"(?:[A-Z].*:\s*(?:\\\[|\$\$)\s*(?=\S)|(?=[A-Z].*\d))(.+)", re.M)
-_WORD = r"[^\s=]*[^\s=*.,:;!?]"
+_WORD = r"[^\s=]*[^\s=*.,:;!?]"  # without the punctuation behind it
 _VALUE = re.compile(rf"""
     # a formula: \[x = 5\], $x = 5$ (not "$5 or $6"), or $ x = 5 $ before a dot
     \$\$ (.+?) \$\$ | \\\[ (.+?) \\\] | \\\( (.+?) \\\)
     | (?<!\\)\$ (?: (?![\s$]) ((?:\\.|[^$\\])+?) (?<!\s)\$ (?!\d) | [ ] ((?:\\.|[^$\\])+?) [ ]\$ (?![\s\d]) )
-    # in plain text: 18, $1,234.50, 3 1/2, 2x + 3
-    | (?<![^\s*=]) (?<![-+/^×÷][ ])
-      (?P<plain> [-(\\$€£]* (?: \.?\d | (?:[dt]?frac|sqrt)\{{ | [a-z](?=[ ]?[-+/^]) ) (?:{_WORD})?
-        (?: [ ][-+*/^×÷x][ ]{_WORD} | (?<=\d)[ ]\d(?:{_WORD})? )* )""", re.X | re.S)
+    # in plain text: (2, 5), 18, $1,234.50, 3 1/2, 2x + 3, and not its 3 alone; no t-shirt
+    | (?<![^\s*=]) (?<![-−+/^×÷][ ])
+      (?P<plain> [(\[{{] [^][(){{}}\s,=]{{1,20}} (?: ,[ ]?[^][(){{}}\s,=]{{1,20}} )+ [)\]}}]
+        | [-−(\\$€£√]* (?: \.?\d | (?:[dt]?frac|sqrt)\{{ | [a-z](?=[ ]?[-−+/^](?![a-z]{{2}})) ) (?:{_WORD})?
+          (?: [ ][-−+*/^×÷x][ ]{_WORD} | (?<=\d)[ ]\d(?:{_WORD})? )* (?: [ ][mb]illion )? )""", re.X | re.S)
+_FAREWELL = re.compile(  # Let me know if you have questions!
+    r"\s*\b(?:Let me know|I hope|(?:Please )?[Ff]eel free|If you (?:have|need)|Is there anything)\b.*", re.S)
 _ALONE = re.compile(  # of the whole text: 18, or **$1,234.50**
     r"(?:[\s*$]|\\[([$])*(-?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+|/\d+)?|\.\d+)(?:\\?%)?)(?:[\s*$.]|\\[)\]])*")
 _MARKS = re.compile(r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<[|｜][\w▁]+[|｜]>|<(?:eos|end_of_turn)>"
@@ -3137,7 +3140,8 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     3. "The answer is 18." or "the answer: 18" within a line, also one within 1 and 2, or a number after 1 where that
        may only begin the reasoning (`A: There are 15 trees.`).
     4. Below `# Answer`, the display that a sentence introduces, or a sentence with a number in it.
-    5. The last formula or number of a last sentence: So, she makes $18 a day. Or the whole text, if it is but a number.
+    5. The last formula or number of a last sentence, or what that has in bold: So, she makes **$18** a day. Or the
+       whole text, if it is but a number.
 
     With `closed_only`, as in training, 2 and 5 do not count: a policy is to learn to mark its answer.
     """
@@ -3168,19 +3172,28 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
 
 
 def _last_value(text: str) -> str | None:
-    """"So $x = 2$ or $x = 3$." -> "x = 2, x = 3": what a text says in its last sentence, if that is a whole one."""
-    text = _MARKS.sub("", text[-LONGEST_ANSWER:]).rstrip()
-    values = list(_VALUE.finditer(text))
+    """"So $x = 2$ or $x = 3$." -> "x = 2, x = 3": the end of what the last sentence says, or what it prints in bold."""
+    text = text[-LONGEST_ANSWER:]
+    if text.count("$$") % 2:  # it begins within a display
+        text = text.partition("$$")[2]
+    text = _FAREWELL.sub("", text).rstrip()
+    bold = re.findall(r"\*\*([^*\n]+)(?<!:)\*\*(?!:)", re.split(r"(?<=[.!?])\s|\n", text)[-1])
+    if len(bold) == 1 and _VALUE.search(bold[0]):
+        text = bold[0].rstrip(".") + "."
+    text = re.sub("<<[^<>]*>>", "", _MARKS.sub("", text))  # GSM8K's <<9*2=18>>
+    values = [value for value in _VALUE.finditer(text) if not _LETTER.fullmatch(value[value.lastindex])]  # for all $x$
     if not values:
         return None
-    whole = r"[^.!?\n]*[.!]\**" + ("" if values[-1]["plain"] else r"|\**")  # a sentence may end in a formula
-    if not re.fullmatch(whole, text[values[-1].end():]):
+    # a sentence ends in a dot, so that no cut one counts, or in a formula
+    end = r"[^.!?\n]*[.!]\W*" if values[-1]["plain"] else r"(?:[^.!?\n]*[.!])?\W*"
+    if not re.fullmatch(end, text[values[-1].end():]):
         return None
-    said = values[-1:]
+    said, between = values[-1:], r",?\s*(?:and|or)\s*(?:[a-z] = )?"
     for value in values[-2::-1]:  # 1, 2 and 3
-        if not re.fullmatch(r",?\s*(?:and|or)\s*" + r"|,\s*" * (len(said) > 1), text[value.end():said[0].start()]):
+        if not re.fullmatch(between, text[value.end():said[0].start()]):
             break
         said.insert(0, value)
+        between = r",\s*"
     return ", ".join(value[value.lastindex].strip() for value in said)
 
 
@@ -3211,7 +3224,7 @@ _OPTION = re.compile(r"""
 _VERDICT = re.compile(  # Yes, it converges; not "Yes, if n is odd"
     r"(yes|no|true|false)[,.] (?!.*\b(?:but|or|if|unless|yes|no|true|false)\b).+", re.I)
 _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; nothing that may change the number
-    (?! All[ ] | .*[ ][-/][ ] | .*n't[ ] | .*(?<![\w'])(?: but | minus | negative
+    (?! All[ ] | .*[ ][-/][ ] | .*n't[ ] | .*(?<![\w'])(?: [bB]ut | minus | negative
         | than(?=[ ]-?\d) | most | least | half | twice | double | triple | none | dozen | pi | sqrt | log | mod
         | [b-zB-HJ-Z] )\b )
     (?: (?:[A-Z][\w'.-]*|the)[ ]?,?[ ] )+ [a-z']+[ ]?,?[ ] (?: [\w ',.:/-] | (?<=[a-z]{2})\^ )*
@@ -3248,7 +3261,7 @@ def is_equivalent(prediction, answer) -> bool:
 
 def _answer_in(text: str) -> str:
     """What is compared of a text: the answer that it marks, else all of it; of reasons and a conclusion, the latter."""
-    answer = extract_answer(text, closed_only=True) or text[-LONGEST_COMPLETION:].rpartition("<answer>")[2]
+    answer = (extract_answer(text, closed_only=True) or text[-LONGEST_COMPLETION:]).rpartition("<answer>")[2]
     conclusion = re.split(r"[.!?]\s+(?=(?:So|Thus|Therefore|Hence|In total|Altogether)\b)", answer)[-1]
     return conclusion if re.search(r"\d", conclusion) else answer
 

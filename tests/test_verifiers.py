@@ -96,7 +96,14 @@ def test_the_last_answer_is_extracted(text, answer):
     ("This is x + 3 in 2 steps? No, it is x + 3.", "x + 3"), ("1,234.50 €!", "1,234.50"),
     ("No: 5 * 10^3.", "5 * 10^3"), ("The probability is \\frac{33}{100}.", "\\frac{33}{100}"),
     ("It is $ \\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix} $.", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
-    ("$ 18 or $ 20 is paid.", "20"), ("**So it is 5.**</s>", "5"), ("So it is *5*.<|im_end|>\n", "5")])
+    ("He has 10 * 4 = <<10*4=40>>40.", "40"), ("$f(x) = x^2$ for all $x$.", "f(x) = x^2"),
+    ("It is 2x − 1.", "2x − 1"), ("$ 18 or $ 20 is paid.", "20"), ("**So it is 5.**</s>", "5"),
+    ("Pay **$64** for 16 glasses.", "$64"), ("Then the total is:\n\n**$20**", "$20"), ("**Step 3:** It is 18.", "18"),
+    ("**Total: 160 minutes**", "160"), ("- **It is 5. So 6.**", "6"), ("The point is (-2, 5).", "(-2, 5)"),
+    ("She makes 18 per day. 😊\n\nLet me know if you have 2 more questions!", "18"), ("He has 5 t-shirts.", "5"),
+    ("So she has 7. I hope it is correct.", "7"), ("It is 1.5 million.", "1.5 million"), ("So x = 2 or x = 3.", "2, 3"),
+    ("$$a + b = c + d$$\n" * 20 + "$$\n\\frac{1}{2}\n$$", "\\frac{1}{2}"),
+    ("So it is *5*.<|im_end|>\n", "5")])
 def test_the_last_sentence_has_the_answer_but_not_in_training(text, answer):
     assert extract_answer(text) == answer and is_equivalent(answer, answer)
     assert extract_answer(text, closed_only=True) in (None, "5")
