@@ -3246,7 +3246,8 @@ _NUMBER = re.compile(r"(?<!\S)-?\.?\d(?:\S*\w)?")  # a word that begins with a n
 def is_equivalent(prediction, answer) -> bool:
     """Whether two answers mean the same: numbers by exact value, sets and lists of up to 20 solutions in any order,
     tuples and intervals in theirs, formulas by their value at three points, text by its letters. Never a tolerance for
-    decimals (only roots, π and the like are rounded, to eleven digits), never a factor of 100: 50% is 50, not 0.5.
+    decimals (only roots, π and the like are rounded, to eleven digits), never a factor of 100: 50% is 50, not 0.5. A
+    text counts for the answer that it marks, and else one in several sentences for its conclusion: So she has 7.
     """
     if prediction is None or answer is None:
         return False

@@ -105,13 +105,12 @@ def test_the_last_answer_is_extracted(text, answer):
     ("$$a + b = c + d$$\n" * 20 + "$$\n\\frac{1}{2}\n$$", "\\frac{1}{2}"),
     ("So it is *5*.<|im_end|>\n", "5")])
 def test_the_last_sentence_has_the_answer_but_not_in_training(text, answer):
-    assert extract_answer(text) == answer and is_equivalent(answer, answer)
-    assert extract_answer(text, closed_only=True) in (None, "5")
+    assert extract_answer(text) == answer and extract_answer(text, closed_only=True) in (None, "5")
 
 
 @pytest.mark.parametrize("text, answer", [
     ("2+5 = 7. So she has 7 apples.", "7"), ("She pays $9 twice.\nAltogether she pays $18.", "18"),
-    ("9*2 = 18. Hence the pair is $(7, 6)$.", "(7,6)"), ("Fine. So we get 9 x $2 = $18.", "18"), ("<answer>18", "18")])
+    ("9*2 = 18. Hence the pair is $(7, 6)$.", "(7,6)"), ("Fine. So we get 9 x $2 = $18.", "18")])
 def test_an_answer_in_several_sentences_is_its_conclusion(text, answer):
     assert is_equivalent(text, answer) and not is_equivalent(text.replace(answer[-1], "4"), answer)
 
@@ -137,7 +136,7 @@ def test_of_a_long_text_the_end_counts():
 
 SAME = [
     # numbers
-    ("1,234", "1234"), ("27.0", "27"), ("0.5", "1/2"), (".5", "\\frac12"), ("\\frac{3}{4}", "3/4"),
+    ("1,234", "1234"), ("<answer>27.0", "27"), ("0.5", "1/2"), (".5", "\\frac12"), ("\\frac{3}{4}", "3/4"),
     ("\\dfrac34", "0.75"), ("2 1/2", "2.5"), ("2\\frac{1}{2}", "\\frac52"), ("2½", "2.5"), ("+5", "5"), ("−5", "-5"),
     ("-\\frac{1}{2}", "\\frac{-1}{2}"), ("0.\\overline{3}", "\\frac13"), ("0.1\\overline{6}", "1/6"),
     ("4\\frac{2}{3}", "\\frac{28}{6}"), ("-2\\frac12", "-2.5"), ("11,\\! 111", "11111"), ("14{,}916", "14916"),
@@ -411,7 +410,7 @@ def test_the_same_answer_written_another_way(a, b):
     ("x2", "2x"), ("A1", "A"), ("\\lfloor n/2 \\rfloor", "\\lfloor n/3 \\rfloor"), ("|x|+|y|", "|x+y|"),
     ("listen", "silent"), ("-2<x+1<3", "(-2,3)"), ("1<x<3", "1<x<4"), ("2\\sin A", "2"), ("2 sin A", "2"),
     ("The value is log 8", "8"), (",".join(map(str, range(21))), ",".join(map(str, range(20, -1, -1)))),
-    ("5\\star1 = 47", "5"), ("It is not 2 + 3 = 5.", "5"),
+    ("5\\star1 = 47", "5"), ("It is not 2 + 3 = 5.", "5"), ("So she has 7. But she lost some.", "7"),
     ("y = 3, x = 4", "(3,4)"), ("x \\ne 2, 3", "x \\ne 2, 4"),
     ("|x|-3", "|x-3|"), ("\\mathbb{R}\\setminus\\{2\\}", "(-\\infty,3)\\cup(3,\\infty)"),
     ("\\lceil 7/2 \\rceil", "3"), ("\\lfloor x_1 \\rfloor", "1"), ("(0,\\pm 3)", "(0,3,-3)"), ("(A) 5, (B) 6", "A"),
