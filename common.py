@@ -103,6 +103,8 @@ def setup_device() -> torch.device:
         # Else gradients of repeated indices are summed in whatever order the threads run, and a run does not repeat.
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # slow, and not needed for this
+        # oneDNN keeps the code that it compiles (`linear`), up to 1 MB for a shape: by default that of 1,024 shapes.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     with contextlib.suppress(AttributeError):  # other systems have no prctl or mallopt
         libc = ctypes.CDLL(None)
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -725,7 +727,7 @@ def head_logits(config, hidden, weight, bias=None):
     With some rows of the weight and the bias: the logits of that slice of the vocabulary.
     """
     config = config.get_text_config()
-    logits = F.linear(hidden.to(weight.dtype), weight, bias)
+    logits = linear(hidden.to(weight.dtype), weight, bias)
     if scale := getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None):
         logits = logits.float() * scale  # Cohere; Falcon-H1
     if scale := getattr(config, "logits_scaling", None):  # Granite
@@ -2501,6 +2503,8 @@ def shard(model, device: torch.device):
     """
     if device.type == "cuda":
         fuse_norms(model)
+    elif mkl_is_slow():
+        speed_up_linear(model)
     frozen, dtype = not any(parameter.requires_grad for parameter in model.parameters()), compute_dtype(device)
     if world_size() == 1 and (frozen or dtype == torch.float32):  # there FSDP would take 15% more time for nothing
         return model.to(device)
@@ -2554,6 +2558,40 @@ def fuse_norms(model):
     for module in model.modules():
         if llama and body(type(module)) == llama:
             module.forward = types.MethodType(forward, module)
+
+
+@functools.cache
+def mkl_is_slow() -> bool:
+    """Is this an AMD CPU with AVX-512? MKL, which multiplies float32 matrices for PyTorch, does not use that there."""
+    with contextlib.suppress(OSError):  # only Linux has the file
+        return (torch.backends.cpu.get_cpu_capability() == "AVX512"
+                and "AuthenticAMD" in Path("/proc/cpuinfo").read_text())
+    return False
+
+
+def linear(x, weight, bias=None):
+    """F.linear: [..., in] -> [..., out]. Where `mkl_is_slow`, oneDNN computes large float32 products, in half the time.
+
+    Of many rows, PyTorch leaves only convolutions to it, if there may be gradients. So the product is written as one,
+    with a 1×1 kernel: a row of x is a pixel.
+    """
+    rows, trains = math.prod(x.shape[:-1]), torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    # oneDNN compiles code for each new shape, in about a millisecond. That must pay off in a model of few layers, too.
+    large = weight.numel() >= 2 ** 18 or rows * weight.numel() >= 2 ** 25
+    if not large or trains and rows < 256 or x.device.type != "cpu" or x.dtype != torch.float32 or not mkl_is_slow():
+        return F.linear(x, weight, bias)
+    if rows < 256:  # as in decoding
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    image = x.reshape(1, 1, rows, -1).permute(0, 3, 1, 2)  # [1, in, 1, rows]: in memory, channels stay last
+    out = F.conv2d(image, weight[:, :, None, None], bias)  # [1, out, 1, rows]
+    return out.permute(0, 2, 3, 1).reshape(*x.shape[:-1], -1)
+
+
+def speed_up_linear(model):
+    """Let its Linear layers compute by `linear`."""
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            module.forward = types.MethodType(lambda layer, x: linear(x, layer.weight, layer.bias), module)
 
 
 def reshard(model):

@@ -111,7 +111,7 @@ def matmul_rate(device) -> float:
     """FLOP/s of a large matrix product, in the precision that training computes in."""
     n, dtype = (8192, torch.bfloat16) if device == "cuda" else (2048, torch.float32)
     a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
-    return 2 * n ** 3 / timed(lambda: a @ b, device, 5, 2, min)
+    return 2 * n ** 3 / timed(lambda: common.linear(a, b), device, 5, 2, min)
 
 
 def copy_bandwidth(device) -> float:

@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import common
@@ -860,6 +861,91 @@ def test_only_llamas_rmsnorm_is_fused(architecture, fused):
     assert sum("forward" in vars(module) for module in model.modules()) == fused
     for ours, expected in zip(run(), plain):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that run inside it."""
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.append(operation.name())
+        return operation(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("rows, sizes, gradient, onednn", [
+    ((3, 100), (512, 512), True, "aten::convolution"),
+    ((2, 100), (512, 512), True, None),  # under 256 rows, the convolution is slower
+    ((2, 1), (512, 512), False, "mkldnn::_linear_pointwise"),
+    ((1024,), (256, 128), True, "aten::convolution"),  # small weights, but 2^25 multiplications
+    ((1024,), (128, 256), False, "aten::convolution"),
+    ((1023,), (256, 128), True, None),
+    ((1023,), (128, 256), False, None)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_linear_is_the_same_by_onednn(rows, sizes, gradient, onednn, bias, contiguous, monkeypatch):
+    """Values and gradients are those of float64, up to float32's rounding."""
+    monkeypatch.setattr(common, "mkl_is_slow", lambda: True)  # on any CPU: oneDNN is there, if not faster
+    torch.manual_seed(0)
+    into, out = sizes
+    x = torch.randn(*rows, into) if contiguous else torch.randn(into, *rows).movedim(0, -1)
+    arguments = [x, torch.randn(out, into), torch.randn(out) if bias else None]
+    weigh = torch.randn(*rows, out)
+
+    def run(function, arguments, weigh):
+        arguments = [a if a is None else a.clone().requires_grad_(gradient) for a in arguments]
+        with Operations() as ran:
+            y = function(*arguments)
+        if gradient:
+            (y * weigh).sum().backward()
+        return ran.names, [y.detach(), *(a.grad for a in arguments if gradient and a is not None)]
+    names, ours = run(common.linear, arguments, weigh)
+    _, exact = run(torch.nn.functional.linear, [a if a is None else a.double() for a in arguments], weigh.double())
+    assert [name for name in names if "convolution" in name or "mkldnn" in name] == ([onednn] if onednn else [])
+    for y, expected in zip(ours, exact, strict=True):
+        torch.testing.assert_close(y, expected.float(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("capability, vendor, slow", [
+    ("AVX512", "AuthenticAMD", True), ("AVX512", "GenuineIntel", False), ("AVX2", "AuthenticAMD", False),
+    ("AVX512", None, False)])
+def test_mkl_is_slow_on_amd_cpus_with_avx512(capability, vendor, slow, monkeypatch, tmp_path):
+    file = tmp_path / "cpuinfo"
+    if vendor:
+        file.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: 26\n")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(common, "Path", lambda path: {"/proc/cpuinfo": file}[path])
+    assert common.mkl_is_slow.__wrapped__() == slow
+
+
+def test_a_models_layers_and_head_compute_by_linear_where_mkl_is_slow(monkeypatch):
+    """Then the log-probs and gradients are the same up to rounding, and so are greedy samples."""
+    model, tokenizer = random_model("Qwen2", hidden_size=128, intermediate_size=256, num_hidden_layers=1, vocab_size=512)
+    for parameter in model.parameters():
+        parameter.data *= 0.3
+    ids = torch.randint(7, 25, (32, 40))
+
+    def run():
+        model.zero_grad()
+        with Operations() as ran:
+            logprobs, entropy = common.token_logprobs(model, ids, torch.ones_like(ids), 39)
+            (logprobs + entropy).sum().backward()
+        used = [name for name in ran.names if "convolution" in name or "mkldnn" in name]
+        return used, [logprobs, entropy, *(parameter.grad for parameter in model.parameters())]
+    monkeypatch.setattr(common, "mkl_is_slow", lambda: False)
+    used, plain = run()
+    greedy = common.sample(model, tokenizer, [[8, 9, 10], [11, 12]], 2, 8, greedy=True)
+    assert not used
+    monkeypatch.setattr(common, "mkl_is_slow", lambda: True)
+    common.shard(model, torch.device("cpu"))
+    used, ours = run()
+    # The layer's three large products, the head's (in `SlicedLogprobs`), and the head's again in the backward pass.
+    assert used == ["aten::convolution"] * 5 + ["aten::convolution_backward"] * 4
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    again = common.sample(model, tokenizer, [[8, 9, 10], [11, 12]], 2, 8, greedy=True)
+    assert torch.equal(again.input_ids, greedy.input_ids)
 
 
 def test_a_gpu_computes_in_bfloat16_and_adds_gradients_in_float32(monkeypatch):
