@@ -104,7 +104,7 @@ def setup_device() -> torch.device:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # slow, and not needed for this
         # oneDNN keeps the code that it compiles (`linear`), up to 1 MB for a shape: by default that of 1,024 shapes.
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     with contextlib.suppress(AttributeError):  # other systems have no prctl or mallopt
         libc = ctypes.CDLL(None)
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -2572,15 +2572,16 @@ def mkl_is_slow() -> bool:
 def linear(x, weight, bias=None):
     """F.linear: [..., in] -> [..., out]. Where `mkl_is_slow`, oneDNN computes large float32 products, in half the time.
 
-    Of many rows, PyTorch leaves only convolutions to it, if there may be gradients. So the product is written as one,
-    with a 1×1 kernel: a row of x is a pixel.
+    PyTorch gives matrices to MKL, but convolutions to oneDNN. So a product is written as one, with a 1×1 kernel: each
+    row of x is a pixel. Of few rows that takes longer (it copies the weights), but without gradients, as in decoding,
+    oneDNN has an operator for these.
     """
     rows, trains = math.prod(x.shape[:-1]), torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     # oneDNN compiles code for each new shape, in about a millisecond. That must pay off in a model of few layers, too.
     large = weight.numel() >= 2 ** 18 or rows * weight.numel() >= 2 ** 25
     if not large or trains and rows < 256 or x.device.type != "cpu" or x.dtype != torch.float32 or not mkl_is_slow():
         return F.linear(x, weight, bias)
-    if rows < 256:  # as in decoding
+    if rows < 256:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     image = x.reshape(1, 1, rows, -1).permute(0, 3, 1, 2)  # [1, in, 1, rows]: in memory, channels stay last
     out = F.conv2d(image, weight[:, :, None, None], bias)  # [1, out, 1, rows]
