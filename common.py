@@ -103,8 +103,8 @@ def setup_device() -> torch.device:
         # Else gradients of repeated indices are summed in whatever order the threads run, and a run does not repeat.
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # slow, and not needed for this
-        # oneDNN keeps the code that it compiles (`linear`), up to 1 MB for a shape: by default that of 1,024 shapes.
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+        if mkl_is_slow():  # then `linear` takes oneDNN, which keeps up to 1 MB of code for each of 1,024 operations
+            os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     with contextlib.suppress(AttributeError):  # other systems have no prctl or mallopt
         libc = ctypes.CDLL(None)
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -2504,7 +2504,9 @@ def shard(model, device: torch.device):
     if device.type == "cuda":
         fuse_norms(model)
     elif mkl_is_slow():
-        speed_up_linear(model)
+        for module in model.modules():
+            if type(module) is torch.nn.Linear:
+                module.__class__ = OneDNNLinear
     frozen, dtype = not any(parameter.requires_grad for parameter in model.parameters()), compute_dtype(device)
     if world_size() == 1 and (frozen or dtype == torch.float32):  # there FSDP would take 15% more time for nothing
         return model.to(device)
@@ -2562,37 +2564,42 @@ def fuse_norms(model):
 
 @functools.cache
 def mkl_is_slow() -> bool:
-    """Is this an AMD CPU with AVX-512? MKL, which multiplies float32 matrices for PyTorch, does not use that there."""
+    """Is this an AMD CPU since Zen 5, with AVX-512? MKL, which multiplies PyTorch's float32 matrices, runs at half the
+    possible speed there. (On older ones, AVX-512 is hardly faster than the AVX2 that MKL uses.)"""
     with contextlib.suppress(OSError):  # only Linux has the file
-        return (torch.backends.cpu.get_cpu_capability() == "AVX512"
-                and "AuthenticAMD" in Path("/proc/cpuinfo").read_text())
+        family = re.search(r"AuthenticAMD\ncpu family\s*: (\d+)", Path("/proc/cpuinfo").read_text())
+        return (family is not None and int(family[1]) >= 26 and torch.backends.cpu.get_cpu_capability() == "AVX512"
+                and torch.backends.mkldnn.is_available())
     return False
 
 
 def linear(x, weight, bias=None):
-    """F.linear: [..., in] -> [..., out]. Where `mkl_is_slow`, oneDNN computes large float32 products, in half the time.
+    """F.linear: [..., in] -> [..., out]. Where `mkl_is_slow`, oneDNN computes large float32 products.
 
     PyTorch gives matrices to MKL, but convolutions to oneDNN. So a product is written as one, with a 1×1 kernel: each
-    row of x is a pixel. Of few rows that takes longer (it copies the weights), but without gradients, as in decoding,
-    oneDNN has an operator for these.
+    row of x is a pixel. Of few rows that takes longer (it copies the weights), but for these there is an operator of
+    oneDNN's that has no gradient, for decoding.
     """
-    rows, trains = math.prod(x.shape[:-1]), torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    # oneDNN compiles code for each new shape, in about a millisecond. That must pay off in a model of few layers, too.
+    rows, gradient = math.prod(x.shape[:-1]), torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
+    # oneDNN compiles code for each new shape, in about a millisecond: in a model of few layers, that must pay off.
     large = weight.numel() >= 2 ** 18 or rows * weight.numel() >= 2 ** 25
-    if not large or trains and rows < 256 or x.device.type != "cpu" or x.dtype != torch.float32 or not mkl_is_slow():
+    if (not large or gradient and rows < 256 or x.device.type != "cpu" or x.dtype != torch.float32
+            or torch.is_autocast_enabled("cpu") or not mkl_is_slow()):
         return F.linear(x, weight, bias)
     if rows < 256:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     image = x.reshape(1, 1, rows, -1).permute(0, 3, 1, 2)  # [1, in, 1, rows]: in memory, channels stay last
-    out = F.conv2d(image, weight[:, :, None, None], bias)  # [1, out, 1, rows]
+    # The dilation changes nothing, but without it PyTorch would not take oneDNN for a 1×1 kernel in a single thread.
+    out = F.conv2d(image, weight[:, :, None, None], bias, dilation=2)  # [1, out, 1, rows]
     return out.permute(0, 2, 3, 1).reshape(*x.shape[:-1], -1)
 
 
-def speed_up_linear(model):
-    """Let its Linear layers compute by `linear`."""
-    for module in model.modules():
-        if type(module) is torch.nn.Linear:
-            module.forward = types.MethodType(lambda layer, x: linear(x, layer.weight, layer.bias), module)
+class OneDNNLinear(torch.nn.Linear):
+    """A Linear layer that computes by `linear`."""
+
+    def forward(self, input):
+        return linear(input, self.weight, self.bias)
 
 
 def reshard(model):
