@@ -2565,7 +2565,7 @@ def fuse_norms(model):
 @functools.cache
 def mkl_is_slow() -> bool:
     """Is this an AMD CPU since Zen 5, with AVX-512? MKL, which multiplies PyTorch's float32 matrices, runs at half the
-    possible speed there. (On older ones, AVX-512 is hardly faster than the AVX2 that MKL uses.)"""
+    possible speed there. (Older ones have not been tried.)"""
     with contextlib.suppress(OSError):  # only Linux has the file
         family = re.search(r"AuthenticAMD\ncpu family\s*: (\d+)", Path("/proc/cpuinfo").read_text())
         return (family is not None and int(family[1]) >= 26 and torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -2577,17 +2577,18 @@ def linear(x, weight, bias=None):
     """F.linear: [..., in] -> [..., out]. Where `mkl_is_slow`, oneDNN computes large float32 products.
 
     PyTorch gives matrices to MKL, but convolutions to oneDNN. So a product is written as one, with a 1×1 kernel: each
-    row of x is a pixel. Of few rows that takes longer (it copies the weights), but for these there is an operator of
-    oneDNN's that has no gradient, for decoding.
+    row of x is a pixel. Of few rows that takes longer, since it copies the weights. Without gradients, as in decoding,
+    there is an operator of oneDNN's for them.
     """
     rows, gradient = math.prod(x.shape[:-1]), torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
     # oneDNN compiles code for each new shape, in about a millisecond: in a model of few layers, that must pay off.
     large = weight.numel() >= 2 ** 18 or rows * weight.numel() >= 2 ** 25
-    if (not large or gradient and rows < 256 or x.device.type != "cpu" or x.dtype != torch.float32
+    many = rows >= 256 and x.numel() > 20_480  # the latter because PyTorch convolves smaller images itself
+    if (not large or gradient and not many or x.device.type != "cpu" or x.dtype != torch.float32
             or torch.is_autocast_enabled("cpu") or not mkl_is_slow()):
         return F.linear(x, weight, bias)
-    if rows < 256:
+    if not many:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     image = x.reshape(1, 1, rows, -1).permute(0, 3, 1, 2)  # [1, in, 1, rows]: in memory, channels stay last
     # The dilation changes nothing, but without it PyTorch would not take oneDNN for a 1×1 kernel in a single thread.
