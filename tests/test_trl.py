@@ -66,8 +66,8 @@ def assert_same_gradients(ours, theirs, limit) -> None:
 @pytest.mark.parametrize("script, flags, settings, limit", [
     ("grpo", ["--kl_coef", 0.3, "--temperature", 0.8],
      dict(loss_type="grpo", beta=0.3, temperature=0.8, use_bias_correction_kl=False), 3e-4),
-    ("grpo", ["--kl_coef", 0, "--no_divide_by_std"], dict(loss_type="grpo", scale_rewards="none"), 1e-5),
-    ("dr_grpo", [], dict(loss_type="dr_grpo", scale_rewards="none"), 1e-5),
+    ("grpo", ["--kl_coef", 0, "--no_divide_by_std"], dict(loss_type="grpo", scale_rewards="none"), 1e-4),
+    ("dr_grpo", [], dict(loss_type="dr_grpo", scale_rewards="none"), 1e-4),
     ("dapo", ["--no_dynamic_sampling", "--overlong_buffer", 0, "--clip_low", 0.1, "--clip_high", 0.05],
      dict(loss_type="dapo", epsilon=0.1, epsilon_high=0.05), 3e-4)])
 def test_two_updates_of_each_of_two_rollouts(run, tmp_path, script, flags, settings, limit):
