@@ -2574,7 +2574,7 @@ def mkl_is_slow() -> bool:
 
 
 def linear(x, weight, bias=None):
-    """F.linear: [..., in] -> [..., out]. Where `mkl_is_slow`, oneDNN computes large float32 products.
+    """F.linear: [..., in], [out, in], [out] -> [..., out]. Where `mkl_is_slow`, oneDNN computes large float32 products.
 
     PyTorch gives matrices to MKL, but convolutions to oneDNN. So a product is written as one, with a 1×1 kernel: each
     row of x is a pixel. Of few rows that takes longer, since it copies the weights. Without gradients, as in decoding,
