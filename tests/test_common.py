@@ -1124,14 +1124,16 @@ def test_half_of_a_gpus_free_memory(monkeypatch):
     assert common.rows_that_fit(model, 10, 6, 4) == 100
 
 
-def test_a_turn_is_as_wide_as_its_longest_prompt(monkeypatch):
-    """20 columns are two rows of 9, for the prompts of 9 and 3 tokens. The three of 2 tokens then fit together."""
+@pytest.mark.parametrize("group_size", [1, 3])  # a prompt is read once for its group
+def test_a_turn_is_as_wide_as_its_longest_prompt(group_size, monkeypatch):
+    """20 tokens are two prompts of 9, so those of 9 and 3 tokens. The three of 2 tokens then fit together."""
     model, tokenizer = random_model("Qwen2")
-    monkeypatch.setattr(common, "rows_that_fit", lambda model, prompt_length, *args: 20 // prompt_length)
+    monkeypatch.setattr(common, "MOST_PROMPT_TOKENS", 20)
     shapes = []
     model.register_forward_pre_hook(lambda _, args, given: shapes.append(given["input_ids"].shape), with_kwargs=True)
-    common.sample(model, tokenizer, [[7] * length for length in (2, 9, 2, 3, 2)], 1, 1)
+    common.sample(model, tokenizer, [[7] * length for length in (2, 9, 2, 3, 2)], group_size, 1)
     assert shapes == [(2, 9), (3, 2)]
+    assert common.rows_that_fit(model, 21, 1, group_size) == 1  # a longer prompt is read alone
 
 
 def test_several_eos_ids_all_end_a_completion():
