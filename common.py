@@ -206,7 +206,7 @@ class Rollout:
     input_ids: torch.Tensor        # [N, L+T]  left-padded prompts, right-padded completions
     attention_mask: torch.Tensor   # [N, L+T]  1 on real tokens
     mask: torch.Tensor             # [N, T]    bool: completion tokens, including the EOS
-    completions: list[str]         # decoded; special tokens stay only if <answer> is one
+    completions: list[str]         # decoded; special tokens stay only if <think> or <answer> is one
     finished: torch.Tensor         # [N]       bool: ended with EOS, not cut at max_new_tokens
     logprobs: torch.Tensor | None = None  # [N, T] float32: of the tokens as they were drawn (greedy: 0), 0 on padding
 
@@ -217,8 +217,7 @@ class Rollout:
 
 def eos_ids(model, tokenizer) -> list[int]:
     """Every id that ends a completion: the tokenizer's, and those of the generation config (chat models have two)."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    configured = configured if isinstance(configured, (list, tuple)) else [configured]
+    configured = tree_leaves(getattr(model.generation_config, "eos_token_id", None))  # of one id, several or None
     return sorted({tokenizer.eos_token_id, *configured} - {None})
 
 
@@ -334,7 +333,7 @@ def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: in
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         most = math.inf
     else:  # a quarter of the machine's memory
-        most = MOST_PROMPT_TOKENS // prompt_length * group_size
+        most = max(1, MOST_PROMPT_TOKENS // prompt_length) * group_size
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     cache = 2 * config.num_hidden_layers * cache_width * (prompt_length + max_new_tokens)
     # Eager attention (Gemma 2) holds three copies of all heads' scores, sdpa only a mask.
@@ -1386,8 +1385,7 @@ class Preference:
     @property
     def pairs(self) -> list[tuple[int, int]]:
         """The numbers of a better and a worse answer: K(K − 1)/2 pairs, less the ties."""
-        both = itertools.combinations(range(len(self.scores)), 2)
-        return [(i, j) for i, j in both if self.scores[i] > self.scores[j]]
+        return [(i, j) for (i, a), (j, b) in itertools.combinations(enumerate(self.scores), 2) if a > b]
 
     def split(self) -> list["Preference"]:
         """One preference of two answers for each pair."""
@@ -2035,11 +2033,9 @@ class Run:
         signal.signal(signal.SIGTERM, self.note_signal)
         block, unblock = (functools.partial(signal.pthread_sigmask, how, {signal.SIGTERM})
                           for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
-
-        def in_child():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            unblock()
-        os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=in_child)
+        os.register_at_fork(before=block, after_in_parent=unblock,
+                            after_in_child=functools.partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
+        os.register_at_fork(after_in_child=unblock)  # they are called in this order
 
     def note_signal(self, number, frame):
         """Signal handler: stop after this step. A second signal ends the process at once, but not under torchrun, which
@@ -2262,7 +2258,7 @@ class Run:
             dcp.save(self.state(), checkpoint_id=temporary)  # flushes its files to disk
             on_main_rank(lambda: os.rename(temporary, final))
             on_main_rank(lambda: [shutil.rmtree(older) for older in self.checkpoints()[:-1]])
-        except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+        except (OSError, RuntimeError, dcp.CheckpointException) as error:
             shutil.rmtree(temporary, ignore_errors=True)  # it may be what fills the disk
             intact = self.checkpoints()[-1].name if self.checkpoints() else "no checkpoint"
             raise TrainingFailed(f"cannot save to {final.parent}: {innermost(error)}; {intact} is intact") from error
@@ -2297,8 +2293,7 @@ class Run:
     def drop_later_lines(self) -> None:
         """Remove log lines written after the checkpoint: their steps are done again."""
         for path in filter(Path.exists, (self.directory / "metrics.jsonl", self.directory / "samples.jsonl")):
-            with one_line_errors(f"--resume: {path} is damaged"):
-                lines = path.read_text().splitlines(keepends=True)
+            with one_line_errors(f"--resume: {path} is damaged"), open(path) as lines:
                 whole = [line for line in lines if line.endswith("}\n")]  # a killed process may have left half a line
                 kept = "".join(line for line in whole if json.loads(line)["step"] < self.next_step)
             temporary = path.with_suffix(".tmp")
@@ -2328,9 +2323,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
         else:  # mistral_format=False: not mistral-common's tokenizer, even where that is installed (vLLM brings it)
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, mistral_format=False)
         file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-        remote = not type(tokenizer).__module__.startswith("transformers.")  # a class that came with the model
-        if (file and isinstance(tokenizer, PreTrainedTokenizerFast) and not remote
-                and not splits_as_its_file(tokenizer, file)):
+        ours = type(tokenizer).__module__.startswith("transformers.")  # else a class that came with the model
+        if file and ours and isinstance(tokenizer, PreTrainedTokenizerFast) and not splits_as_its_file(tokenizer, file):
             eos = tokenizer.eos_token  # which the architecture's class may know without the files
             tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
             tokenizer.eos_token = tokenizer.eos_token or eos
@@ -2749,7 +2743,7 @@ def one_line_errors(what: str, kind: type[UserError] = UserError):
         yield
     except (UserError, torch.OutOfMemoryError):
         raise
-    except dcp.api.CheckpointException as error:  # it is not a subclass of Exception
+    except dcp.CheckpointException as error:  # it is not a subclass of Exception
         raise kind(f"{what} ({innermost(error)})") from error
     except Exception as error:
         reason = getattr(error, "strerror", None) or textwrap.shorten(str(error), 200) or type(error).__name__
@@ -2760,7 +2754,7 @@ def innermost(error: BaseException) -> str:
     """The first line of an error's root cause, for a message of one line."""
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__
-    if isinstance(error, dcp.api.CheckpointException):  # it holds an error of each rank that failed
+    if isinstance(error, dcp.CheckpointException):  # it holds an error of each rank that failed
         return innermost(next(iter(error.failures.values()))[0])
     # An error that comes from another rank has lost its cause. This is what torch.save says of a full disk.
     hint = " (is the disk full?)" if "unexpected pos" in str(error) else ""
@@ -3418,8 +3412,8 @@ def _bare(text: str) -> str:
 _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
     "": r"\left. \right. \left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \large \Large \LARGE "
         r"\huge \! \( \) \[ \] \$ $ € £ ₹ ¥ \% % ¢",
-    " ": r"\, \: \; \quad \qquad ~ \rm \bf \ ", ",": "; &", "-": "− – — ‑ ‐", "+": "＋", "*": r"\times \cdot × ⋅ · ＊",
-    "/": r"\div ÷ ⁄ ／", "^": "**", "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=",
+    " ": r"\, \: \; \quad \qquad ~ \rm \bf \ ", ",": "; &", "-": "− – — ‑ ‐", "*": r"\times \cdot × ⋅ ·",
+    "/": r"\div ÷ ⁄", "^": "**", "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=",
     "<": r"\lt", ">": r"\gt", "=": r"\equiv ≡", "≠": r"\ne \neq !=", "∈": r"\in", "±": r"\pm \mp",
     "‹": r"\{ \lbrace", "›": r"\} \rbrace", ":": r"\colon", "∪": r"\cup \bigcup",
     "|": r"\vert \lvert \rvert \mid", " or ": r"\lor \vee", "(": r"\langle", ")": r"\rangle", "'": "’",
@@ -3427,9 +3421,8 @@ _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency an
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"
               r" \boldsymbol \bm \mathit \mathsf \textsf \texttt \emph \underline",
     "\\ldots ": r"... \dots \cdots", "\\overline": r"\bar", "\\epsilon": r"\varepsilon", "\\phi": r"\varphi",
-    "\\log": r"\lg", "\\vec": r"\overrightarrow",
-    "\\emptyset": r"\varnothing ∅", "\\infty ": "∞", "\\sqrt ": "√", "\\pi ": "π", "\\theta ": "θ", "\\alpha ": "α",
-    "\\beta ": "β", "\\lambda ": "λ"}
+    "\\log": r"\lg", "\\vec": r"\overrightarrow", "\\beta ": "β", "\\lambda ": "λ",
+    "\\emptyset": r"\varnothing ∅", "\\infty ": "∞", "\\sqrt ": "√", "\\pi ": "π", "\\theta ": "θ", "\\alpha ": "α"}
 _SPELLINGS = {typed: ours for ours, ways in _TYPED.items() for typed in ways.split()}
 _SYMBOLS = (  # whatever may be such a key; x_1!=2, but not 4!=24
     re.compile(r"\\(?:left|right)\.|\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>]="
@@ -3494,7 +3487,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\\\\(?:\[[\d.]+\w+\])?", "],["),
     (r"(?<![^=,])([^=,\[\]]{1,24})(\[\[(?:(?!\[\[).)*\]\])$",
      lambda product: re.sub(r"[^\[\],]+", lambda entry: f"{product[1]}({entry[0]})", product[2])),
-    (r"(?i) ?\( ?,? ?(?:≈|about|approximately|approx\.?|roughly)[^()]*\)", ""),  # 5/36 (or about 0.139)
+    (r"(?i) ?\( ?,? ?(?:≈|about|approx|roughly)[^()]*\)", ""),  # 5/36 (or about 0.139)
     # relations: x = \sqrt2 ≈ 1.41 is x = \sqrt2, but x_1 ≈ 1.5 is x_1 = 1.5, like Area: 12
     (r"((?:^|=) ?[-+(.]*(?:\d|\\(?:frac|pi|ln|log|arc)|\\?sqrt|e\^)[^=≈,]*)≈[^,]*$", r"\1"),
     (r"≈|(?<=[a-z]{3}) ?: ", "="),
@@ -3555,7 +3548,7 @@ def _same(a: str, b: str, depth: int = 0) -> bool:
     "x = 5" and "5"             a relation and something else: `_is_value_of`
     "y = 2x" and "2x - y = 0"   two relations: `_same_relations`
     "2x + 3" and "3 + 2x"       two single values: `_same_value`
-    "1, 2" and "‹2, 1›"         lists and sets: the same items in any order, each pair by `_same`
+    "1, 2" and "‹2, 1›"         lists and sets: the same items, in any order unless inside another; each pair by `_same`
     "(1, 2]" and "(1, 4/2]"     tuples, intervals, matrices: the same brackets, and the same items in order
     """
     if not a or not b or depth > 4:
@@ -3692,7 +3685,8 @@ def _same_value(a: str, b: str) -> bool:
     short, long = sorted((a_unit, b_unit), key=len)
     if short:  # most abbreviations are letters of the word, in their order; signs and digits are not left out
         letters = iter(long)
-        abbreviates = short[0] == long[0] and all(letter in letters for letter in short)
+        abbreviates = (short[0] == long[0] and all(letter in letters for letter in short)
+                       and not (short.startswith(("meter", "mile")) and re.match("milli|micro|mega", long)))
         if not abbreviates or re.findall("[^a-z]", short) != re.findall("[^a-z]", long):
             return False
     if a == b or a.lower() == b.lower() and re.match(r"(?!.*[\\^_+*/=]).*\b[a-zA-Z]{2}", a):  # words; x is not X

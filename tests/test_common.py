@@ -1133,7 +1133,7 @@ def test_a_turn_is_as_wide_as_its_longest_prompt(group_size, monkeypatch):
     model.register_forward_pre_hook(lambda _, args, given: shapes.append(given["input_ids"].shape), with_kwargs=True)
     common.sample(model, tokenizer, [[7] * length for length in (2, 9, 2, 3, 2)], group_size, 1)
     assert shapes == [(2, 9), (3, 2)]
-    assert common.rows_that_fit(model, 21, 1, group_size) == 1  # a longer prompt is read alone
+    assert common.rows_that_fit(model, 21, 1, group_size) == group_size  # a longer prompt is read alone
 
 
 def test_several_eos_ids_all_end_a_completion():

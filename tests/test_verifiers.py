@@ -207,7 +207,8 @@ SAME = [
     # m is a unit after a number, but not in a formula
     ("2m-3", "-3+2m"), ("5m^2+9m+8", "9m+8+5m^2"), ("3m^2+4", "4+3m^2"), ("3(m-2)", "3m-6"), ("2m/3", "\\frac{2m}{3}"),
     ("5m^2", "5"), ("5 m/s", "5"), ("9.8 m/s^2", "9.8"), ("5 m^{-2}", "5"), ("3 kg-m", "3"),
-    ("5 km", "5 kilometres"), ("5 kg", "5 kilograms"), ("5 m", "5 meters"), ("5 L", "5 liters"),
+    ("5 km", "5 kilometres"), ("5 mm", "5 millimeters"), ("5 km/h", "5 kilometers per hour"), ("5 kg", "5 kilograms"),
+    ("5 m", "5 meters"), ("5 L", "5 liters"),
     ("5 mg", "5 milligrams"),
     # other spellings, and symbols that are compared as text
     ("6 \\div 4", "3/2"), ("x \\lt 3", "3 \\gt x"), ("x \\neq 2", "2 \\ne x"), ("(1;2)", "(1,2)"), ("∞", "\\infty"),
@@ -382,7 +383,7 @@ def test_the_same_answer_written_another_way(a, b):
     ("x(x+2) = 15", "15"), ("x^{-1} = 5", "5"), ("f(x)+2 = 5", "5"), ("f(-2) = 5", "-5"),
     ("5 cents", "5 cm"), ("1, 2, 3, ...", "1, 2, 3"), ("1, 2, 3, \\ldots", "1, 2, 3"), ("3A", "3"), ("2 y", "2"),
     ("1 + 2 s", "3"), ("x + 3 s", "x + 3"), ("3 C", "3 F"), ("5 s", "5 h"), ("5 K", "5"), ("0.5 m v^2", "0.5"),
-    ("2 m n", "2"), ("5 grams", "5 kilograms"),
+    ("2 m n", "2"), ("5 grams", "5 kilograms"), ("5 meters", "5 millimeters"), ("5 m", "5 micrometers"), ("5 mi", "5 mm"),
     ("15 mm^2", "15 m^2"), ("3 kg-m", "3 kg-cm"), ("5 m", "5 m/s"), ("5 miles", "5 mph"), ("5 m^2", "5 m^{-2}"),
     ("9**9**9", "1"), ("__import__('os').system('true')", "0"), ("1/0", "1/0 + 1"), ("\\tan^{-1} x", "\\cot x"),
     ("\\{x \\in \\mathbb{Z} \\mid x > 0\\}", "(0,\\infty)"), ("(1010)_2", "1010_3"), ("1010 base 2", "1010 base 3"),
