@@ -3414,7 +3414,7 @@ _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency an
         r"\huge \! \( \) \[ \] \$ $ € £ ₹ ¥ \% % ¢",
     " ": r"\, \: \; \quad \qquad ~ \rm \bf \ ", ",": "; &", "-": "− – — ‑ ‐", "*": r"\times \cdot × ⋅ ·",
     "/": r"\div ÷ ⁄", "^": "**", "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=",
-    "<": r"\lt", ">": r"\gt", "=": r"\equiv ≡", "≠": r"\ne \neq !=", "∈": r"\in", "±": r"\pm \mp",
+    "<": r"\lt", ">": r"\gt", "=": r"\equiv ≡", "≠": r"\ne \neq !=", "∈": r"\in", "±": r"\pm", "∓": r"\mp",
     "‹": r"\{ \lbrace", "›": r"\} \rbrace", ":": r"\colon", "∪": r"\cup \bigcup",
     "|": r"\vert \lvert \rvert \mid", " or ": r"\lor \vee", "(": r"\langle", ")": r"\rangle", "'": "’",
     "\\frac": r"\dfrac \tfrac \cfrac \nicefrac \sfrac", "\\binom": r"\dbinom \tbinom",
@@ -3455,8 +3455,8 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?<=\d) : (?=\d)", ":"), (r"\b0(?=\d:\d\d)", ""),
     # words: 12^{th} is 12, 2 million is 2*10^6, 8 square feet is 8 feet^2; about 45 and so, 45 are 45; an ellipse
     (r"(?<=\d) ?\^? ?\{? ?(?:st|nd|rd|th)\b ?\}?", " "),
-    (r"(?<=\d) ?([Hh]undred|[Tt]housand|[Mm]illion|[Bb]illion)\b",
-     lambda times: "*10^" + {"h": "2", "t": "3", "m": "6", "b": "9"}[times[1][0].lower()]),
+    (r"(?<=\d) ?([Hh]undred|[Tt]housand|(?:[Mm]|[Bb]|[Tt]r)illion)\b",
+     lambda times: "*10^" + {"hu": "2", "th": "3", "mi": "6", "bi": "9", "tr": "12"}[times[1][:2].lower()]),
     (r"\\frac\{ ?([a-z]{4,}) ?\}\{ ?([a-z]{4,}) ?\}", r"\1/\2"),
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
     (r"(?i)^(?:(?:so|hence|therefore|thus),? (?![a-z']{2,},? .*\d|[ai] \w)|(?:about|approximately"
@@ -3608,10 +3608,11 @@ def _parts(text: str) -> tuple[str, list[str]]:
             kind, parts = "()", inner
         elif brackets == "‹›" or len(inner) > 1 and brackets in ("()", "(]", "[)", "[]", "{}"):
             kind, parts = brackets.replace("{}", "‹›"), inner
-    if "±" in text:
+    if re.search("[±∓]", text):
         if kind not in ("", "‹›"):  # (0, ±3) is two tuples
             kind, parts = "", [text]
-        parts = [way for part in parts for way in dict.fromkeys(part.replace("±", sign) for sign in "+-")]
+        parts = [way for part in parts for way in dict.fromkeys(
+            part.replace("±", sign).replace("∓", other) for sign, other in ("+-", "-+"))]
     return kind, parts
 
 
@@ -3664,12 +3665,14 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
 # them, as in "5 miles per hour" and "9.8 m s^{-2}". For "4210_5" it is the base, which the question names.
 _UNIT = re.compile(r"""
     (?<=[\d)}\]\s]) \s* \(? ( mod\d+ | (?:
-        (?! /?[ ]? (?: (?:arc)?(?: sin | cos | tan )h? | log | exp | sqrt | squared | cubed | plus | minus ) (?![a-z]) )
+        (?! /?[ ]? (?: (?:arc)?(?: sin | cos | tan )h? | log | exp | sqrt | squared | cubed | plus | minus
+           | halves | thirds | tenths | hundredths | factorial ) (?![a-z]) )
         (?: (?: /[ ]? | (?<=\s) a[ ] )?
             (?: [A-Za-z]{4,} | (?<=[\s/]) (?:day|hr|wk|lb|kg) ) | (?<=[\s(]) [A-Za-z]{3} )
         | [ckm]?m | [km]?g | gm | m?[lL] | ft | in | mi | yd | (?: lb | hr | min | sec | yr | wk | qt | pt )s?
         | oz | mph | [KMGT]B | USD | of | [APap]\.?[Mm]
-        | (?<=\s) k? (?: [NJVAWCFsh] | Hz | eV | Pa ) ) (?![A-Za-z])
+        | (?<=\s) (?: [kmMGnp]? (?: [NJVAWCFs] | Hz | eV | Pa ) | h | nm | hp | AU ) | \\Omega | \\mu[ ]?[msAVFg]
+        ) (?![A-Za-z])
       (?: [\s.]* \^ \{? -?[23] \}? | [23]
         | [\s./()'-]+ (?: [A-Za-z]{2,} | [ahmsA-Z] ) (?![A-Za-z]) )* [\s.)]*
     | (?<=\d) _ \{?[ ]?\d+[ ]?\}? )$""", re.X)
@@ -3704,10 +3707,13 @@ def _split_unit(text: str) -> tuple[str, str]:
     number = text[:found.start()].strip() if found else ""
     if not re.search(r"\d|\\pi", number) or number.count("(") > number.count(")"):  # no number; 2(1+3m)
         return text, ""
-    if re.fullmatch(r"[a-zA-Z](\s?\^?\{?[23]\}?)?", found[1]):  # one letter: 5 m^2 and 16\pi m, but 1+3m and x+3 m
+    one = r"[a-zA-Z](\s?\^?\{?[23]\}?)?"
+    if re.fullmatch(one, found[1]):  # one letter: 5 m^2 and 16\pi m, but 1+3m and x+3 m
         numeric = r"(?:[^a-zA-Z\\]|\\[a-z]+)*" if re.match(" [mgL]", found[0]) else r"[-\d./*^{} ]+"
         if not re.fullmatch(numeric, number):
             return text, ""
+    elif re.fullmatch(rf"{one}( {one})+", found[1]) and not re.fullmatch("[AJNVW] [hms]", found[1]):  # m R^2; not N m
+        return text, ""
     unit = found[1].lower().replace(".", "").replace("tre", "ter")  # 2 metres
     unit = re.sub("[a-z]+", lambda word: _UNITS.get(word[0], word[0]), unit)
     return number, re.sub(r"[\s(){}^]", "", unit)
@@ -3730,7 +3736,7 @@ def _bits(value) -> int:
 def _power(base, exponent):
     if _bits(exponent) and _bits(base) * abs(exponent) > MOST_BITS:
         raise ValueError
-    # The real root: (-8)^{1/3} and \sqrt[3]{-8} are -2. (A letter, as in (-1)^n, is a fraction of denominator 97.)
+    # The real root: (-8)^{1/3} and \sqrt[3]{-8} are -2. (A letter, as in (-1)^n, is a fraction of denominator 307.)
     if not isinstance(base, complex) and _bits(exponent) and base < 0 and exponent.denominator in range(3, 97, 2):
         return (-1) ** exponent.numerator * (-base) ** exponent
     return base ** exponent
@@ -3837,7 +3843,7 @@ def _value(words: list[str], modulus: int):
         if token[0].isalpha() and (len(token) == 1 or token[1] == "_") or token[0] == "\\" and token not in _SIGNS:
             letters.append(token)
             name = re.sub(r"[\\{} ]", "", token).encode()
-            return Fraction(pow(int.from_bytes(name, "big"), 5, modulus) + 1, 97)  # a power, for a + d is not b + c
+            return Fraction(pow(int.from_bytes(name, "big"), 5, modulus) + 1, 307)  # a power, for a + d is not b + c
         raise ValueError
 
     value = read(0)
