@@ -3155,7 +3155,7 @@ _PHRASE = re.compile(r"""
     (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
     # up to the end of the sentence or a reason: "18 dollars because ..."; whole: "$5! = 120$", "5 sq. ft."
     (.*?) (?= $ | (?: (?<!\bRs)[.!] | \.\$ ) (?: \* | \s* $ | \s+ (?-i: [^a-z\s=<>+*/^)$-] ) )
-            | ,?[ ] (?: because | since | so | as | which ) [ ] )
+            | ,?[ ] \(? (?: because | since | so | as | which ) [ ] )
     """, re.X | re.I | re.M)
 # The total is:\n$$x = 5$$; or She makes $18 a day.
 _UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*"
