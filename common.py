@@ -3666,13 +3666,12 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
 _UNIT = re.compile(r"""
     (?<=[\d)}\]\s]) \s* \(? ( mod\d+ | (?:
         (?! /?[ ]? (?: (?:arc)?(?: sin | cos | tan )h? | log | exp | sqrt | squared | cubed | plus | minus
-           | halves | thirds | tenths | hundredths | factorial ) (?![a-z]) )
+           | halves | (?: thir | four | fif | ten | hundred | thousand )(?:d|th)s | factorial ) (?![a-z]) )
         (?: (?: /[ ]? | (?<=\s) a[ ] )?
             (?: [A-Za-z]{4,} | (?<=[\s/]) (?:day|hr|wk|lb|kg) ) | (?<=[\s(]) [A-Za-z]{3} )
         | [ckm]?m | [km]?g | gm | m?[lL] | ft | in | mi | yd | (?: lb | hr | min | sec | yr | wk | qt | pt )s?
         | oz | mph | [KMGT]B | USD | of | [APap]\.?[Mm]
-        | (?<=\s) (?: [kmMGnp]? (?: [NJVAWCFs] | Hz | eV | Pa ) | h | nm | hp | AU ) | \\Omega | \\mu[ ]?[msAVFg]
-        ) (?![A-Za-z])
+        | (?<=\s) k? (?: [NJVAWCFsh] | Hz | eV | Pa ) ) (?![A-Za-z])
       (?: [\s.]* \^ \{? -?[23] \}? | [23]
         | [\s./()'-]+ (?: [A-Za-z]{2,} | [ahmsA-Z] ) (?![A-Za-z]) )* [\s.)]*
     | (?<=\d) _ \{?[ ]?\d+[ ]?\}? )$""", re.X)
@@ -3712,7 +3711,8 @@ def _split_unit(text: str) -> tuple[str, str]:
         numeric = r"(?:[^a-zA-Z\\]|\\[a-z]+)*" if re.match(" [mgL]", found[0]) else r"[-\d./*^{} ]+"
         if not re.fullmatch(numeric, number):
             return text, ""
-    elif re.fullmatch(rf"{one}( {one})+", found[1]) and not re.fullmatch("[AJNVW] [hms]", found[1]):  # m R^2; not N m
+    elif re.fullmatch(rf"{one}( {one})+", found[1]) and not re.fullmatch(
+            r"[AJNVW] [hms](\s?\^?\{?2\}?)?|V A|C m|m K", found[1]):  # a product, like m R^2, but not N m
         return text, ""
     unit = found[1].lower().replace(".", "").replace("tre", "ter")  # 2 metres
     unit = re.sub("[a-z]+", lambda word: _UNITS.get(word[0], word[0]), unit)
@@ -3843,7 +3843,9 @@ def _value(words: list[str], modulus: int):
         if token[0].isalpha() and (len(token) == 1 or token[1] == "_") or token[0] == "\\" and token not in _SIGNS:
             letters.append(token)
             name = re.sub(r"[\\{} ]", "", token).encode()
-            return Fraction(pow(int.from_bytes(name, "big"), 5, modulus) + 1, 307)  # a power, for a + d is not b + c
+            # A power, for a + d is not b + c. From 1 to 4.3: beside e^{5x} no constant is rounded away, and few x - 2
+            # are negative, where roots and logarithms take another branch.
+            return Fraction(pow(int.from_bytes(name, "big"), 5, modulus) + 308, 307)
         raise ValueError
 
     value = read(0)
