@@ -3284,7 +3284,7 @@ _STATEMENT = re.compile(r"(?!(?:.* (?:is(?! divided)|are|equals) ){2})[A-Z][^=]*
 _ENDING = re.compile(r"""
     (?! .* (?: [\\≠<>] | [a-z][ ]?=[^=]*\d,[ ][a-z]+[ ]?=
              | (?<![a-zA-Z']) (?: [b-wyz] | (?<![a-z]{4}[ ]) [B-HJ-WYZ] | [xX](?![ ]?[\d(.]) ) (?![a-zA-Z']) .*= ) )
-    [A-Z] (?= .*[a-z]{2} ) .* (?: [\d)] | [a-z]{3} ) [ ]?=[ ]? ( -?\d[\d.]*(?:/\d+)? )
+    [A-Z\d] (?= .*[a-z]{2} ) .* (?: [\d)] | [a-z]{3} ) [ ]?=[ ]? ( -?\d[\d.]*(?:/\d+)? )
     (?: [ ]? (?! (?: [b-zB-HJ-Z] | pi | squared | cubed | half | dozen | [a-z]*illion )\b )
         [a-zA-Z'] (?: \^[23] | [^\d=] )* )?
     """, re.X)
@@ -3335,7 +3335,7 @@ def _readings(text: str) -> list[str]:
     if _SENTENCE.fullmatch(text) and len(numbers := _NUMBER.findall(text)) == 1:  # a sentence, with its only number
         said += numbers
     elif conclusion := _ENDING.fullmatch(text) or _STATEMENT.fullmatch(text):
-        said.append(conclusion[1].strip())
+        said.append(_clean(conclusion[1]))
     return said
 
 
@@ -3412,7 +3412,7 @@ def _bare(text: str) -> str:
 _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
     "": r"\left. \right. \left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \large \Large \LARGE "
         r"\huge \! \( \) \[ \] \$ $ € £ ₹ ¥ \% % ¢",
-    " ": r"\, \: \; \quad \qquad ~ \rm \bf \ ", ",": "; &", "-": "− – — ‑ ‐", "*": r"\times \cdot × ⋅ ·",
+    " ": r"\, \: \; \quad \qquad ~ \rm \bf \ ", ",": "; & 、", "-": "− – — ‑ ‐", "*": r"\times \cdot × ⋅ ·",
     "/": r"\div ÷ ⁄", "^": "**", "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=",
     "<": r"\lt", ">": r"\gt", "=": r"\equiv ≡", "≠": r"\ne \neq !=", "∈": r"\in", "±": r"\pm", "∓": r"\mp",
     "‹": r"\{ \lbrace", "›": r"\} \rbrace", ":": r"\colon", "∪": r"\cup \bigcup",
@@ -3431,7 +3431,9 @@ _SYMBOLS = (  # whatever may be such a key; x_1!=2, but not 4!=24
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?!,?\d|(?<= \d{3})/\d)")
 _ENTRY = r"(?:_\{?\d\}?)? ?= ?([^=,]+)"  # what x or x_1 is
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
-    # symbols: x² is x^{2}, x₁ is x_{1}; NFKC makes 1/2 of ½, and up to eighteen characters of others, hence the cut
+    # symbols: ①③ is ①,③, x² is x^{2}, x₁ is x_{1}; NFKC makes 1 of ①, 1/2 of ½, and up to eighteen characters of
+    # others, hence the cut
+    (r"[①-⑳](?=[①-⑳])", r"\g<0>,"),
     (r"([⁻⁰¹²³⁴-⁹]+)", r"^{\1}"), (r"([₀-₉]+)", r"_{\1}"), (r"([¼½¾⅐-⅞])", r" \1"), (r"[º˚]", "°"),
     (r"(?s)^.+", lambda text: unicodedata.normalize("NFKC", text[0])[:LONGEST_ANSWER]),
     (_MARKS, ""),
@@ -3465,10 +3467,13 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z; but not a clause with the result in it
     (r"(?<=[\w)}\] ])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
     (r"(?<=[\w)}\]]) ?\( ?\w ?∈ ?[NRZ](?: ?[_^] ?\{? ?[*+] ?\}?)? ?\)", ""),
-    (r"_\{1, ?2\} ?(?==)", ""),  # x_{1,2} = 1 ± \sqrt2
+    (r"_\{1, ?2\} ?(?==)", ""), (r"^f ?\(x\) ?=(?=[^=,]+$)", "y ="),  # x_{1,2} = 1 ± \sqrt2; f(x) = 2x is y = 2x
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 in base 2
     (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),
     (r"[({]([\dA-F]\w*)[)}] ?(?=_[\d{])| ?\(? ?\b(?:in )?base (\d+) ?\)?", lambda base: base[1] or f"_{base[2]}"),
+    # x = n\pi is x = k\pi, unless other letters are there too
+    (r"^(?=.*\\pi)(?:\w ?=)?(?:\\[a-zA-Z]+|[a-zA-Z]{4,}|[^a-zA-Z\\]|[nx])*+$",
+     lambda text: re.sub(r"(?<![a-zA-Z\\])n(?![a-zA-Z])", "k", text[0])),
     # \begin{cases} x = 1 \\ y = 2 \end{cases} is x = 1, y = 2; of 1 & n = 1 \\ n & n > 1 each row is a pair
     (r"‹ ?\\begin\{(array|aligned|\w?matrix)\}(?:\{[clr|]*\})?((?:(?!\\end|‹).)*)\\end\{\1\}(?![^‹]*›)",
      r"\\begin{cases}\2\\end{cases}"),

@@ -343,6 +343,13 @@ SAME = [
     ("\\sqrt{\\frac{n}{n-1}}", "\\frac{\\sqrt{n}}{\\sqrt{n-1}}"), ("\\vec v_1+\\vec v_2", "\\vec v_2+\\vec v_1"),
     ("\\begin{cases}x=1, y=2\\end{cases}", "x=1, y=2"), ("\\mathrm{Rs}.\\ 400", "Rs. 400"),
     ("A \\cup B = [1,2]", "[1,2]"),
+    # which letter stands for any integer, and whether y or f(x) names the function, is a matter of taste
+    ("\\frac{\\pi}{6}+n\\pi, n\\in\\mathbb{Z}", "x = k\\pi + \\frac{\\pi}{6} \\text{ for any integer } k"),
+    ("The solutions are $x = n\\pi$.", "k\\pi"), ("y=2n\\pi", "2\\pi k"), ("(D) $n\\pi$", "n\\pi"),
+    ("n\\pi^2", "\\pi^2n"), ("\\frac n2\\pi", "\\frac{\\pi}{2} n"), ("2mn\\pi", "2m\\pi n"), ("n\\pi r", "\\pi r n"),
+    ("12\\pi\\text{ inches}", "12\\pi"), ("f(x)=2x+3", "y=3+2x"), ("f(n)=n^2", "n^2"),
+    ("①、③、④", "①③④"), ("x=1、x=2", "x=2 \\text{ or } x=1"), ("18 eggs per day * $2 = $36", "36"),
+    ("400 ounces / 16 ounces per pound = 25 pounds.", "25"), ("So, 8 pens + 7 pens = 15 pens", "15"),
     ("\\sqrt5(y-n)^2", "\\sqrt5y^2-2\\sqrt5yn+\\sqrt5n^2")]  # y and n stand for close numbers: the terms nearly cancel
 
 
@@ -458,6 +465,8 @@ def test_the_same_answer_written_another_way(a, b):
     ("(x,y) = (2,1)", "1, 2"), ("E.coli", "E"), ("x < 5 = 3", "3"),
     ("A \\cap B = \\{1\\}, A \\cup B = \\{2\\}", "A \\cap B = \\{2\\}, A \\cup B = \\{1\\}"),
     ("\\sum a_k + 5 = 37", "37"), ("2 \\sum a_k = 37", "37"), ("\\lfloor 37.5 \\rfloor + 1 = 37", "37"),
+    ("n\\pi", "2k\\pi"), ("n\\pi", "m\\pi"), ("n\\pi+k", "k\\pi+n"), ("n\\pi r", "k\\pi r"), ("f(x)=2x", "y=3x"),
+    ("f(x)=g(x)+1", "y=1"), ("①③", "13"), ("①③", "①②"), ("3 cats, n = 5", "5"),
     ("(2n)!+1", "(2n)!-1"), ("2^{n^2}+n", "2^{n^2}-n"), ("10^{2n}-1", "10^{2n}+1"),
     ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # long units are compared in linear time
 def test_another_answer(a, b):
@@ -483,7 +492,8 @@ HOSTILE = [
     "|x|" * 130, "\\lfloor" * 50, "x_" * 199 + "x", "\\text{(A) " * 40, "The answer is:\n\\[" + " " * 19_900,
     "+".join(["x_9i$\ufdfaabc \\sinx_9"] * 20), "the answer is " + ". a" * 6600, "½" * 400,
     "A: " + "9" * 20_000, "7(" * 9_000,
-    "1" * 24 + "\\begin{pmatrix}" + "1&" * 150 + "\\end{pmatrix}", "5 mıllion", "5 MİLLİON"]
+    "1" * 24 + "\\begin{pmatrix}" + "1&" * 150 + "\\end{pmatrix}", "5 mıllion", "5 MİLLİON",
+    "\\pi" + "n" * 396 + "!", "\\pi" + "nnnn\\pi" * 60 + "y", "①" * 400]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
