@@ -3282,9 +3282,10 @@ _STATEMENT = re.compile(r"(?!(?:.* (?:is(?! divided)|are|equals) ){2})[A-Z][^=]*
 # He pays 9 eggs x $2/egg = $18 a day: the number at its end, if no letter stands for a number, no other one is given
 # before it (Minimum = 1, maximum = 3), and the words after it leave it what it is
 _ENDING = re.compile(r"""
-    (?! .* (?: [\\≠<>] | [a-z][ ]?=[^=]*\d,[ ][a-z]+[ ]?=
+    (?! .* (?: [\\≠<>] | [a-z][ ]?=[^=]*\d,[ ](?:\d\w*[ ])?[a-z]+[ ]?=
              | (?<![a-zA-Z']) (?: [b-wyz] | (?<![a-z]{4}[ ]) [B-HJ-WYZ] | [xX](?![ ]?[\d(.]) ) (?![a-zA-Z']) .*= ) )
-    [A-Z\d] (?= .*[a-z]{2} ) .* (?: [\d)] | [a-z]{3} ) [ ]?=[ ]? ( -?\d[\d.]*(?:/\d+)? )
+    (?: [A-Z] (?= .*[a-z]{2} ) | \d (?= .*[ ](?! sin | cos | tan | log | sqrt )[a-z]{3} ) )
+    .* (?: [\d)] | [a-z]{3} ) [ ]?=[ ]? ( -?\d[\d.]*(?:/\d+)? )
     (?: [ ]? (?! (?: [b-zB-HJ-Z] | pi | squared | cubed | half | dozen | [a-z]*illion )\b )
         [a-zA-Z'] (?: \^[23] | [^\d=] )* )?
     """, re.X)
@@ -3467,13 +3468,10 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z; but not a clause with the result in it
     (r"(?<=[\w)}\] ])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
     (r"(?<=[\w)}\]]) ?\( ?\w ?∈ ?[NRZ](?: ?[_^] ?\{? ?[*+] ?\}?)? ?\)", ""),
-    (r"_\{1, ?2\} ?(?==)", ""), (r"^f ?\(x\) ?=(?=[^=,]+$)", "y ="),  # x_{1,2} = 1 ± \sqrt2; f(x) = 2x is y = 2x
+    (r"_\{1, ?2\} ?(?==)", ""),  # x_{1,2} = 1 ± \sqrt2
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 in base 2
     (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),
     (r"[({]([\dA-F]\w*)[)}] ?(?=_[\d{])| ?\(? ?\b(?:in )?base (\d+) ?\)?", lambda base: base[1] or f"_{base[2]}"),
-    # x = n\pi is x = k\pi, unless other letters are there too
-    (r"^(?=.*\\pi)(?:\w ?=)?(?:\\[a-zA-Z]+|[a-zA-Z]{4,}|[^a-zA-Z\\]|[nx])*+$",
-     lambda text: re.sub(r"(?<![a-zA-Z\\])n(?![a-zA-Z])", "k", text[0])),
     # \begin{cases} x = 1 \\ y = 2 \end{cases} is x = 1, y = 2; of 1 & n = 1 \\ n & n > 1 each row is a pair
     (r"‹ ?\\begin\{(array|aligned|\w?matrix)\}(?:\{[clr|]*\})?((?:(?!\\end|‹).)*)\\end\{\1\}(?![^‹]*›)",
      r"\\begin{cases}\2\\end{cases}"),
@@ -3680,6 +3678,7 @@ _UNIT = re.compile(r"""
       (?: [\s.]* \^ \{? -?[23] \}? | [23]
         | [\s./()'-]+ (?: [A-Za-z]{2,} | [ahmsA-Z] ) (?![A-Za-z]) )* [\s.)]*
     | (?<=\d) _ \{?[ ]?\d+[ ]?\}? )$""", re.X)
+_INTEGER = re.compile(r"(?<![a-zA-Z\\])[kn](?![a-zA-Z])")  # what most often stands for any integer
 _UNITS = {"m": "meter", "mi": "mile", "g": "gram", "lb": "pound", "lbs": "pound", "oz": "ounce", "per": "/",
           "mph": "mile/hour", "foot": "feet"}
 
@@ -3700,6 +3699,9 @@ def _same_value(a: str, b: str) -> bool:
         return True
     if all(re.fullmatch(r"[A-Z ]{2,}|\(?[ivx]{2,}\)?", side) for side in (a, b)):  # no products: ABC, CAB; iv, vi
         return a.strip("()") == b.strip("()")
+    letters, others = (set(_INTEGER.findall(side)) for side in (a, b))
+    if "\\pi" in a and len(letters) == 1 and letters ^ others == {"k", "n"}:  # x = n\pi is x = k\pi
+        a, b = (_INTEGER.sub("k", side) for side in (a, b))
     values, others = _values(a), _values(b)
     constant = len({*values}) == len({*others}) == 1  # no letter counts
     return all(_close(x, y, constant) for x, y in zip(values, others))

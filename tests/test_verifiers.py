@@ -343,13 +343,17 @@ SAME = [
     ("\\sqrt{\\frac{n}{n-1}}", "\\frac{\\sqrt{n}}{\\sqrt{n-1}}"), ("\\vec v_1+\\vec v_2", "\\vec v_2+\\vec v_1"),
     ("\\begin{cases}x=1, y=2\\end{cases}", "x=1, y=2"), ("\\mathrm{Rs}.\\ 400", "Rs. 400"),
     ("A \\cup B = [1,2]", "[1,2]"),
-    # which letter stands for any integer, and whether y or f(x) names the function, is a matter of taste
+    # which letter stands for any integer is a matter of taste
     ("\\frac{\\pi}{6}+n\\pi, n\\in\\mathbb{Z}", "x = k\\pi + \\frac{\\pi}{6} \\text{ for any integer } k"),
-    ("The solutions are $x = n\\pi$.", "k\\pi"), ("y=2n\\pi", "2\\pi k"), ("(D) $n\\pi$", "n\\pi"),
-    ("n\\pi^2", "\\pi^2n"), ("\\frac n2\\pi", "\\frac{\\pi}{2} n"), ("2mn\\pi", "2m\\pi n"), ("n\\pi r", "\\pi r n"),
-    ("12\\pi\\text{ inches}", "12\\pi"), ("f(x)=2x+3", "y=3+2x"), ("f(n)=n^2", "n^2"),
-    ("①、③、④", "①③④"), ("x=1、x=2", "x=2 \\text{ or } x=1"), ("18 eggs per day * $2 = $36", "36"),
-    ("400 ounces / 16 ounces per pound = 25 pounds.", "25"), ("So, 8 pens + 7 pens = 15 pens", "15"),
+    ("The solutions are $x = n\\pi$.", "k\\pi"), ("y=2n\\pi", "2\\pi k"), ("(D) $n\\pi$", "k\\pi"), ("n pi", "n\\pi"),
+    ("t = n\\pi \\text{ or } t = \\frac{\\pi}{6}+2n\\pi", "n\\pi, \\frac{\\pi}{6}+2n\\pi"), ("2mn\\pi", "2m\\pi n"),
+    ("x = n\\pi \\text{ for } n \\in \\mathbb{Z}", "n\\pi"), ("b_n = \\frac{2}{n\\pi}", "\\frac{2}{n\\pi}"),
+    ("\\{x \\in \\mathbb{R} \\mid x \\neq n\\pi, n\\in\\mathbb{Z}\\}", "x \\ne n\\pi"), ("n\\pi\\text{ rad}", "n\\pi"),
+    ("\\sin(n\\pi x)", "\\sin(nx\\pi)"), ("[2k\\pi, 2k\\pi+\\pi]", "[2n\\pi, 2n\\pi+\\pi]"),
+    ("①、③、④", "①③④"), ("x=1、x=2", "x=2 \\text{ or } x=1"), ("The domain is all real numbers.", "\\mathbb{R}"),
+    # sentences that begin with a number
+    ("18 eggs per day * $2 = $36", "36"), ("400 ounces / 16 ounces per pound = 25 pounds.", "25"),
+    ("So, 8 pens + 7 pens = 15 pens", "15"),
     ("\\sqrt5(y-n)^2", "\\sqrt5y^2-2\\sqrt5yn+\\sqrt5n^2")]  # y and n stand for close numbers: the terms nearly cancel
 
 
@@ -465,8 +469,9 @@ def test_the_same_answer_written_another_way(a, b):
     ("(x,y) = (2,1)", "1, 2"), ("E.coli", "E"), ("x < 5 = 3", "3"),
     ("A \\cap B = \\{1\\}, A \\cup B = \\{2\\}", "A \\cap B = \\{2\\}, A \\cup B = \\{1\\}"),
     ("\\sum a_k + 5 = 37", "37"), ("2 \\sum a_k = 37", "37"), ("\\lfloor 37.5 \\rfloor + 1 = 37", "37"),
-    ("n\\pi", "2k\\pi"), ("n\\pi", "m\\pi"), ("n\\pi+k", "k\\pi+n"), ("n\\pi r", "k\\pi r"), ("f(x)=2x", "y=3x"),
-    ("f(x)=g(x)+1", "y=1"), ("①③", "13"), ("①③", "①②"), ("3 cats, n = 5", "5"),
+    ("n\\pi", "2k\\pi"), ("n\\pi", "m\\pi"), ("n\\pi+k", "k\\pi+n"), ("2n\\pi", "(n+k)\\pi"), ("2n", "2k"),
+    ("①③", "13"), ("①③", "①②"), ("3 cats, n = 5", "5"), ("3 adults = 30, 2 children = 10", "10"),
+    ("1st number = 4, 2nd number = 6", "6"), ("2xy + 5 = 11", "11"), ("2 sin(A) = 1", "1"), ("10ab + 5 = 25", "25"),
     ("(2n)!+1", "(2n)!-1"), ("2^{n^2}+n", "2^{n^2}-n"), ("10^{2n}-1", "10^{2n}+1"),
     ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # long units are compared in linear time
 def test_another_answer(a, b):
