@@ -3699,8 +3699,8 @@ def _same_value(a: str, b: str) -> bool:
         return True
     if all(re.fullmatch(r"[A-Z ]{2,}|\(?[ivx]{2,}\)?", side) for side in (a, b)):  # no products: ABC, CAB; iv, vi
         return a.strip("()") == b.strip("()")
-    letters, others = (set(_INTEGER.findall(side)) for side in (a, b))
-    if "\\pi" in a and len(letters) == 1 and letters ^ others == {"k", "n"}:  # x = n\pi is x = k\pi
+    letters = [set(_INTEGER.findall(side)) for side in (a, b)]
+    if "\\pi" in a and letters in ([{"n"}, {"k"}], [{"k"}, {"n"}]):  # x = n\pi is x = k\pi
         a, b = (_INTEGER.sub("k", side) for side in (a, b))
     values, others = _values(a), _values(b)
     constant = len({*values}) == len({*others}) == 1  # no letter counts
