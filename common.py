@@ -1795,7 +1795,7 @@ def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
     each pair), and what to try: it is no bug, but its rewards teach nothing."""
     if not advantages.any():
         say(f"step {step} teaches nothing: the rewards are equal within every group (PPO: in the whole step, which "
-            "leaves the KL penalty and noise; DAPO: no group is both right and wrong)")
+            "leaves the KL penalty and noise; DAPO: no group is both right and wrong, or all is filtered)")
         say_once("if this goes on, try easier or harder problems, a larger group (PPO: more prompts), a higher "
                  "--temperature, more --max_new_tokens, or --format_reward 0.1 to begin with (DAPO: with "
                  "--no_dynamic_sampling)")
@@ -2009,7 +2009,8 @@ class Run:
         if self.cfg.log_to == "wandb":
             import wandb
             own = json.loads((self.directory / "config.json").read_text()).get("id")  # --resume continues its curves
-            return wandb.init(project="rl", name=self.directory.name, id=own, resume="allow", config=self.flags,
+            project, name = os.environ.get("WANDB_PROJECT", "rl"), os.environ.get("WANDB_NAME", self.directory.name)
+            return wandb.init(project=project, name=name, id=own, resume="allow", config=self.flags,
                               dir=self.directory).log
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(self.directory / "tensorboard", purge_step=self.next_step)  # a resumed run repeats these

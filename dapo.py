@@ -21,7 +21,7 @@ train real models on your own data, on one GPU or many.
 
 Symbols: π is the policy, π_old the one that sampled, ρ = π/π_old, π_ref the policy before training; o_i is a
 completion, o_{i,t} its token t, π(o_{i,t}) that token's probability given all before it; |o_i| is the completion's
-length in tokens, R_i its reward.
+length in tokens, R_i its reward. Â > 0 makes tokens likelier, Â < 0 less likely.
 Shapes: P prompts, G completions per prompt, N = P·G (in 1/N: those of one update); T tokens per completion, padded to
 the longest; B rows in a micro-batch, padded only to its own longest.
 """
@@ -56,7 +56,7 @@ class Config(common.RunConfig):  # which has the flags of every script: --model,
         "token", "mean over all tokens; or over each prompt's (eq. 12) or each completion's (GRPO), then over these")
     minibatches: int = flag(1, "minibatches per rollout batch, an optimizer step each (GRPO's paper 1, DAPO's 16, "
                                "Dr. GRPO's code 8)")
-    updates_per_batch: int = flag(1, "μ: passes over a rollout batch, always in the same minibatches (paper: 1)")
+    updates_per_batch: int = flag(1, "μ: passes (PPO epochs) over a rollout batch, in the same minibatches (paper: 1)")
     clip_low: float = flag(0.2, "ε_low: ratios are clipped to at least 1 − ε_low (paper: 0.2)")
     clip_high: float = flag(0.28, "ε_high: ratios are clipped to at most 1 + ε_high (paper: 0.28)")
     lr: float = flag(1e-4, "learning rate; 1e-6 suits a real model (paper: 1e-6)")
@@ -133,9 +133,12 @@ def dapo_loss(logprobs, old_logprobs, advantages, weights, clip_low: float, clip
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
     advantages = advantages.detach().reshape(len(logprobs), -1).where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
-    # While π is still π_old, ρ is 1, but its gradient is ∇log π: that of the loss is then −Σ w Â ∇log π, REINFORCE's.
+    # While π is still π_old, ρ is 1, but its gradient is ∇log π: that of the loss is then −Σ w Â ∇log π, the plain
+    # policy gradient (REINFORCE).
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    # The smaller of the two: a token whose ratio has left the clip's range the way that its advantage pushes it gets no
+    # gradient to go further. One that has gone the other way still gets its gradient.
     loss = -(weights * torch.min(unclipped, clipped)).sum()
     stats = {"clip_fraction": common.masked_mean((clipped < unclipped).float(), active),
              "approx_kl": common.masked_mean(ratio - 1 - log_ratio, active)}  # an estimate of KL(π_old‖π)

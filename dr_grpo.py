@@ -9,14 +9,14 @@ This is grpo.py with
     weight      1 / (N·|o_i|)     →  1 / (N·L_max)    token_weights: no discount for long wrong answers
     KL          β·KL              →  none             dr_grpo_loss
 
-There is no critic: a completion is judged against the other completions of its prompt.
+There is no critic, PPO's network that predicts rewards: a completion is judged against the others of its prompt.
 
 Without flags, the script teaches the built-in tiny model to add, on a CPU, in about a minute. README.md shows how to
 train real models on your own data, on one GPU or many.
 
 Symbols: π is the policy, π_old the one that sampled, ρ = π/π_old, π_ref the policy before training; o_i is a
 completion, o_{i,t} its token t, π(o_{i,t}) that token's probability given all before it; |o_i| is the completion's
-length in tokens, R_i its reward.
+length in tokens, R_i its reward. Â > 0 makes tokens likelier, Â < 0 less likely.
 Shapes: P prompts, G completions per prompt, N = P·G (in 1/N: those of one update); T tokens per completion, padded to
 the longest; B rows in a micro-batch, padded only to its own longest.
 """
@@ -42,7 +42,7 @@ class Config(common.RunConfig):  # which has the flags of every script: --model,
     format_reward: float = flag(0.0, "weight of the extra reward for the form <think>…</think><answer>…</answer>")
     minibatches: int = flag(1, "minibatches per rollout batch, an optimizer step each (GRPO's paper 1, DAPO's 16, "
                                "Dr. GRPO's code 8)")
-    updates_per_batch: int = flag(1, "μ: passes over a rollout batch, always in the same minibatches (paper: 1)")
+    updates_per_batch: int = flag(1, "μ: passes (PPO epochs) over a rollout batch, in the same minibatches (paper: 1)")
     clip_eps: float = flag(0.2, "ε: ratios are clipped to 1 ± ε (with one update per rollout, the default, all are 1)")
     lr: float = flag(1e-4, "learning rate; 1e-6 suits a real model (paper: 1e-6)")
     warmup_steps: int = flag(0, "optimizer steps of linear warm-up, the first with a learning rate of 0")
@@ -78,9 +78,12 @@ def dr_grpo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
     advantages = advantages.detach().reshape(len(logprobs), -1).where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
-    # While π is still π_old, ρ is 1, but its gradient is ∇log π: that of the loss is then −Σ w Â ∇log π, REINFORCE's.
+    # While π is still π_old, ρ is 1, but its gradient is ∇log π: that of the loss is then −Σ w Â ∇log π, the plain
+    # policy gradient (REINFORCE).
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
+    # The smaller of the two: a token whose ratio has left the clip's range the way that its advantage pushes it gets no
+    # gradient to go further. One that has gone the other way still gets its gradient.
     loss = -(weights * torch.min(unclipped, clipped)).sum()
     stats = {"clip_fraction": common.masked_mean((clipped < unclipped).float(), active),
              "approx_kl": common.masked_mean(ratio - 1 - log_ratio, active)}  # an estimate of KL(π_old‖π)

@@ -17,7 +17,7 @@ With --reward runs/reward_model/model, the scores come from the model that rewar
 
 Symbols: π is the policy, π_old the one that sampled, ρ = π/π_old, π_ref the policy before training; o_i is a
 completion, o_{i,t} its token t, π(o_{i,t}) that token's probability given all before it; |o_i| is the completion's
-length in tokens.
+length in tokens. Â > 0 makes tokens likelier, Â < 0 less likely.
 Shapes: N prompts with one completion each; T tokens per completion, padded to the longest; B rows in a micro-batch,
 padded only to its own longest.
 """
@@ -46,10 +46,11 @@ class Config(common.RunConfig):  # which has the flags of every script: --model,
     kl_coef: float = flag(0.2, "β: weight of the KL penalty in the reward; at 0, no reference is loaded (N+: 0.05)")
     kl_target: float = flag(0.0, "adapt β to keep the KL at this many nats per completion (Ziegler et al.'s code: 6); "
                                  "0: fixed β")
-    gamma: float = flag(1.0, "γ: discount (InstructGPT: 1)")
-    lam: float = flag(0.95, "λ: of generalized advantage estimation (N+: 0.95); 1 suits long completions")
+    gamma: float = flag(1.0, "γ: discount; a reward k tokens later counts γ^k (InstructGPT: 1)")
+    lam: float = flag(0.95, "λ: at 0 an advantage rests on the critic's next value, at 1 on the rewards that came; 1 "
+                            "suits long completions (N+: 0.95)")
     minibatches: int = flag(1, "minibatches per rollout batch, an optimizer step each (N+: 1)")
-    updates_per_batch: int = flag(4, "passes over a rollout batch, always in the same minibatches (N+: 4)")
+    updates_per_batch: int = flag(4, "passes (PPO epochs) over a rollout batch, in the same minibatches (N+: 4)")
     clip_eps: float = flag(0.2, "ε: ratios are clipped to 1 ± ε (PPO: 0.2)")
     value_clip_eps: float = flag(0.2, "ε_v: values are clipped to their old value ± ε_v (N+: 0.2)")
     value_coef: float = flag(0.1, "weight of the value loss; scales the critic's gradient before clipping (N+: 0.1)")
@@ -126,9 +127,12 @@ def ppo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
     advantages = advantages.detach().where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
-    # While π is still π_old, ρ is 1, but its gradient is ∇log π: that of the loss is then −Σ w Â ∇log π, REINFORCE's.
+    # While π is still π_old, ρ is 1, but its gradient is ∇log π: that of the loss is then −Σ w Â ∇log π, the plain
+    # policy gradient (REINFORCE).
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
+    # The smaller of the two: a token whose ratio has left the clip's range the way that its advantage pushes it gets no
+    # gradient to go further. One that has gone the other way still gets its gradient.
     loss = -(weights * torch.min(unclipped, clipped)).sum()
     stats = {"clip_fraction": common.masked_mean((clipped < unclipped).float(), active),
              "approx_kl": common.masked_mean(ratio - 1 - log_ratio, active)}  # an estimate of KL(π_old‖π)

@@ -43,7 +43,8 @@ class Config(common.RunConfig):  # which has the flags of every script: --model,
 def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor | None = None):
     """Mean of −log σ(r⁺ − r⁻ − margin) over the pairs. Returns (loss, stats).
 
-    InstructGPT eq. 1, with the margin of Llama 2 eq. 2. Scores and margin are [B].
+    InstructGPT eq. 1, with the margin of Llama 2 eq. 2. Scores and margin are [B]. The metric `margin` is the mean of
+    r⁺ − r⁻ alone.
     """
     difference = chosen.flatten() - rejected.flatten()  # [B, 1] − [B] would be [B, B]
     loss = -F.logsigmoid(difference if margin is None else difference - margin.flatten()).mean()

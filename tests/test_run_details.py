@@ -520,17 +520,25 @@ def test_tensorboard_gets_every_metric(tmp_path, monkeypatch):
 
 
 def test_wandb_gets_every_metric(tmp_path, monkeypatch):
-    """A resumed run continues the one that wandb has, and one that replaces it begins another."""
-    logged, ids = [], []
-    log = SimpleNamespace(log=lambda metrics, step: logged.append((metrics, step)))
-    fake = SimpleNamespace(init=lambda id, resume, **settings: ids.append(id) or logged.append(resume) or log,
-                           finish=lambda: logged.append("finished"))
+    """A resumed run continues the one that wandb has, and one that replaces it begins another. wandb's own variables
+    name the project and the run."""
+    logged, ids, names = [], [], []
+
+    def init(id, resume, project, name, **settings):
+        ids.append(id)
+        logged.append(resume)
+        names.append((project, name))
+        return SimpleNamespace(log=lambda metrics, step: logged.append((metrics, step)))
+    fake = SimpleNamespace(init=init, finish=lambda: logged.append("finished"))
     monkeypatch.setitem(sys.modules, "wandb", fake)
     install(monkeypatch, "wandb")
     for flags in ({}, {"resume": True}, {"overwrite": True}):
         run = begin(tmp_path, log_to="wandb", **flags)[0]
         run.end_step(0, {"loss": 0.5})
         run.close()
+        monkeypatch.setenv("WANDB_PROJECT", "addition")
+        monkeypatch.setenv("WANDB_NAME", "first")
+    assert names == [("rl", "run"), ("addition", "first"), ("addition", "first")]
     assert logged == ["allow", ({"loss": 0.5, "epoch": 0.0}, 0), "finished"] * 3
     assert ids[0] == ids[1] != ids[2]
 
