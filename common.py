@@ -3332,7 +3332,7 @@ def _readings(text: str) -> list[str]:
     if len(twice := _split(text)[::2]) == 2 and _same(*twice):  # 7/2 or 3.5
         return twice
     said = [verdict[1]] if (verdict := _VERDICT.fullmatch(text)) else []
-    if re.search(r"(?i)\b(?:not|never|cannot)\b", text):
+    if re.search(r"(?i)\b(?:not|never|cannot)\b|n't\b", text):
         return said
     if _SENTENCE.fullmatch(text) and len(numbers := _NUMBER.findall(text)) == 1:  # a sentence, with its only number
         said += numbers
@@ -3432,6 +3432,7 @@ _SYMBOLS = (  # whatever may be such a key; x_1!=2, but not 4!=24
     lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0]))
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?!,?\d|(?<= \d{3})/\d)")
 _ENTRY = r"(?:_\{?\d\}?)? ?= ?([^=,]+)"  # what x or x_1 is
+_NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
     # symbols: ①③ is ①,③, x² is x^{2}, x₁ is x_{1}; NFKC makes 1 of ①, 1/2 of ½, and up to eighteen characters of
     # others, hence the cut
@@ -3450,13 +3451,16 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     *[(rf"\\text\s*\{{({_BRACED})\}}", r" \1 ")] * 2,  # \mathbf{5\text{ cm}}
     (r"(?<![a-zA-Z^}_])\{(log|[a-zA-Z](?:_\d)?)\}(?= ?[_=])", r"\1"),  # {x}_{1}, {x_1} = 2
     (r"\{ ?([-+:]) ?\}|(?<=.)\{ ?\}|\\(?:text)?color ?\{\w+\}", r"\1"),
-    (r"\s+", " "), (r"^ |[ .]+$", ""), (r"^([A-J]) ?\)$", r"\1"),  # A) is A
+    (r"\s+", " "), (r"^ |[ .\\]+$", ""), (r"^([A-J]) ?\)$", r"\1"),  # A) is A
     (r"\{([^{}]*)\\(over|choose)(?![a-z])([^{}]*)\}",
      lambda pair: rf"\{'frac' if pair[2] == 'over' else 'binom'}{{{pair[1].strip()}}}{{{pair[3].strip()}}}"),
     (r"\bC\((\d+), ?(\d+)\)", r"\\binom{\1}{\2}"),  # ways to choose
     # 44 \pmod{83}, 44 (mod 83) and 44 \mod 83 are 44 mod83, 07 : 30 is 7:30
     (r" ?(?:\\p?mod ?\{? ?|\( ?\\?b?mod )(\d+) ?[})]?", r" mod\1"),
-    (r"(?<=\d) : (?=\d)", ":"), (r"\b0(?=\d:\d\d)", ""),
+    (r"(?<=\d) (?::|to) (?=\d)", ":"), (r"\b0(?=\d:\d\d)", ""),
+    (r"(?i)^(?:there (?:is|are) )?no (?:real )?solutions?$|^(?:the )?empty set$|^‹ ?›$", r"\\emptyset"),
+    (rf"(?i)^(?:{'|'.join(_NUMBER_WORDS)})$", lambda word: str(_NUMBER_WORDS.index(word[0].lower()))),
+    (r"(?i)^(?:minus|negative) (?=[.\d])", "-"),
     # words: 12^{th} is 12, 2 million is 2*10^6, 8 square feet is 8 feet^2; about 45 and so, 45 are 45; an ellipse
     (r"(?<=\d) ?\^? ?\{? ?(?:st|nd|rd|th)\b ?\}?", " "),
     (r"(?<=\d) ?([Hh]undred|[Tt]housand|(?:[Mm]|[Bb]|[Tt]r)illion)\b",
@@ -3635,6 +3639,8 @@ def _is_name(side: str) -> bool:
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, but x^2 = 5 does not; x ≥ 5 agrees with [5, \\infty)."""
     if set(kind) == {"="}:  # not 57+68 > x = 5
+        if _DECIMAL.fullmatch(sides[0]) and re.fullmatch("[a-zA-Z]", sides[-1]):  # 5 = x
+            sides = sides[::-1]
         is_name = _is_name(sides[0]) or sides[-1].startswith("[[")  # A^{-1} before a matrix
         return _same(sides[-1], plain, depth) and (is_name or _same_value(sides[0], plain))
     if kind == "≠" and _LETTER.fullmatch(sides[0]):
@@ -3670,7 +3676,8 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
 _UNIT = re.compile(r"""
     (?<=[\d)}\]\s]) \s* \(? ( mod\d+ | (?:
         (?! /?[ ]? (?: (?:arc)?(?: sin | cos | tan )h? | log | exp | sqrt | squared | cubed | plus | minus
-           | halves | (?: thir | four | fif | ten | hundred | thousand )(?:d|th)s | factorial ) (?![a-z]) )
+           | halves | (?: thir | four | fif | six | seven | eigh | nin | ten | eleven | twelf | [a-z]+teen | [a-z]+tie
+                | hundred | thousand )(?:d|th)s | factorial ) (?![a-z]) )
         (?: (?: /[ ]? | (?<=\s) a[ ] )?
             (?: [A-Za-z]{4,} | (?<=[\s/]) (?:day|hr|wk|lb|kg) ) | (?<=[\s(]) [A-Za-z]{3} )
         | [ckm]?m | [km]?g | gm | m?[lL] | ft | in | mi | yd | (?: lb | hr | min | sec | yr | wk | qt | pt )s?
@@ -3811,7 +3818,8 @@ def _value(words: list[str], modulus: int):
             binds, apply = _OPERATORS.get(tokens[-1], (0, None))
             if binds <= strength:
                 return value
-            value = apply(value) if tokens.pop() == "!" else apply(value, read(binds))
+            sign = tokens.pop()
+            value = apply(value) if sign == "!" else apply(value, read(binds - (sign == "^")))  # 2^3^2 is 2^9
             if _bits(value) > MOST_BITS:
                 raise ValueError
 
