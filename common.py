@@ -3332,7 +3332,7 @@ def _readings(text: str) -> list[str]:
     if len(twice := _split(text)[::2]) == 2 and _same(*twice):  # 7/2 or 3.5
         return twice
     said = [verdict[1]] if (verdict := _VERDICT.fullmatch(text)) else []
-    if re.search(r"(?i)\b(?:not|never|cannot)\b|n't\b", text):
+    if re.search(r"(?i)\b(?:not|never|cannot)\b|n't\b.*\b(?:that|whether|if|think|believe|know|sure)\b", text):
         return said
     if _SENTENCE.fullmatch(text) and len(numbers := _NUMBER.findall(text)) == 1:  # a sentence, with its only number
         said += numbers
@@ -3374,9 +3374,11 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
         # a matrix may have a factor in front, which `_clean` has left to work out in its entries
         if re.search(r"\d", meant) and "[[" not in meant and _is_plain(meant) and not _is_plain(said):
             return False
-        formula = plain(answer if said == value else said)  # as typed, if it is the whole answer
-        sides = [formula] if "=" in meant else formula.split("=")
-        return not (copied(sides[-1]) and (_is_name(said.split("=")[0]) or copied(sides[0])))
+        for formula in (said, *[answer] * (said == value)):  # cleaned and, if it is the whole answer, as typed
+            sides = [plain(formula)] if "=" in meant else plain(formula).split("=")
+            if copied(sides[-1]) and (_is_name(said.split("=")[0]) or copied(sides[0])):
+                return False
+        return True
 
     if answer == gold:  # most right answers
         return True
@@ -3455,11 +3457,13 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\{([^{}]*)\\(over|choose)(?![a-z])([^{}]*)\}",
      lambda pair: rf"\{'frac' if pair[2] == 'over' else 'binom'}{{{pair[1].strip()}}}{{{pair[3].strip()}}}"),
     (r"\bC\((\d+), ?(\d+)\)", r"\\binom{\1}{\2}"),  # ways to choose
-    # 44 \pmod{83}, 44 (mod 83) and 44 \mod 83 are 44 mod83, 07 : 30 is 7:30
+    # 44 \pmod{83}, 44 (mod 83) and 44 \mod 83 are 44 mod83, 07 : 30 is 7:30, 5 to 2 is 5:2
     (r" ?(?:\\p?mod ?\{? ?|\( ?\\?b?mod )(\d+) ?[})]?", r" mod\1"),
-    (r"(?<=\d) (?::|to) (?=\d)", ":"), (r"\b0(?=\d:\d\d)", ""),
-    (r"(?i)^(?:there (?:is|are) )?no (?:real )?solutions?$|^(?:the )?empty set$|^‹ ?›$", r"\\emptyset"),
-    (rf"(?i)^(?:{'|'.join(_NUMBER_WORDS)})$", lambda word: str(_NUMBER_WORDS.index(word[0].lower()))),
+    (r"(?<=\d) (?::|(?i:to)) (?=\d)", ":"), (r"\b0(?=\d:\d\d)", ""),
+    # no solutions and S = {} are \emptyset, five and x = five 5, minus 5 is -5
+    (r"(?i)^(?:there (?:is|are) )?no (?:real )?solutions?$|(?:^|(?<=[=∈]) ?)(?:(?:the )?empty set|‹ ?›)$",
+     r"\\emptyset"),
+    (rf"(?ia)(?:^|(?<==) ?)({'|'.join(_NUMBER_WORDS)})$", lambda word: str(_NUMBER_WORDS.index(word[1].lower()))),
     (r"(?i)^(?:minus|negative) (?=[.\d])", "-"),
     # words: 12^{th} is 12, 2 million is 2*10^6, 8 square feet is 8 feet^2; about 45 and so, 45 are 45; an ellipse
     (r"(?<=\d) ?\^? ?\{? ?(?:st|nd|rd|th)\b ?\}?", " "),
