@@ -3434,7 +3434,8 @@ _SYMBOLS = (  # whatever may be such a key; x_1!=2, but not 4!=24
     lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0]))
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?!,?\d|(?<= \d{3})/\d)")
 _ENTRY = r"(?:_\{?\d\}?)? ?= ?([^=,]+)"  # what x or x_1 is
-_NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+_NUMBER_WORDS = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+                 " seventeen eighteen nineteen twenty").split()
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
     # symbols: ①③ is ①,③, x² is x^{2}, x₁ is x_{1}; NFKC makes 1 of ①, 1/2 of ½, and up to eighteen characters of
     # others, hence the cut
@@ -3680,8 +3681,8 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
 _UNIT = re.compile(r"""
     (?<=[\d)}\]\s]) \s* \(? ( mod\d+ | (?:
         (?! /?[ ]? (?: (?:arc)?(?: sin | cos | tan )h? | log | exp | sqrt | squared | cubed | plus | minus
-           | halves | (?: thir | four | fif | six | seven | eigh | nin | ten | eleven | twelf | [a-z]+teen | [a-z]+tie
-                | hundred | thousand )(?:d|th)s | factorial ) (?![a-z]) )
+           | halves | (?: half | (?: thir | four | fif | six | seven | eigh | nin | ten | eleven | twelf | [a-z]+teen
+                | [a-z]+tie | hundred | thousand )(?:d|th) )(?: s | (?![ ]?[a-z]) ) | factorial ) (?![a-z]) )
         (?: (?: /[ ]? | (?<=\s) a[ ] )?
             (?: [A-Za-z]{4,} | (?<=[\s/]) (?:day|hr|wk|lb|kg) ) | (?<=[\s(]) [A-Za-z]{3} )
         | [ckm]?m | [km]?g | gm | m?[lL] | ft | in | mi | yd | (?: lb | hr | min | sec | yr | wk | qt | pt )s?
