@@ -3332,7 +3332,7 @@ def _readings(text: str) -> list[str]:
     if len(twice := _split(text)[::2]) == 2 and _same(*twice):  # 7/2 or 3.5
         return twice
     said = [verdict[1]] if (verdict := _VERDICT.fullmatch(text)) else []
-    if re.search(r"(?i)\b(?:not|never|cannot)\b|n't\b.*\b(?:that|whether|if|think|believe|know|sure)\b", text):
+    if re.search(r"(?i)\b(?:not|never|cannot|I don't)\b", text):
         return said
     if _SENTENCE.fullmatch(text) and len(numbers := _NUMBER.findall(text)) == 1:  # a sentence, with its only number
         said += numbers
@@ -3365,7 +3365,8 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
 
     def copied(formula):
         question = plain(f"?{prompt}?")  # so that no bracket at its ends is left off
-        return _FORMULA.search(formula) and re.search(rf"(?<![\d.]){re.escape(formula)}(?!\d)", question)
+        formal = _FORMULA.search(_split_unit(formula)[0])  # 5 m/s is not
+        return formal and re.search(rf"(?<![\d.]){re.escape(formula)}(?!\d)", question)
 
     def worked_out(said, meant):
         short, long = sorted((plain(said), plain(meant)), key=len)
@@ -3374,6 +3375,8 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
         # a matrix may have a factor in front, which `_clean` has left to work out in its entries
         if re.search(r"\d", meant) and "[[" not in meant and _is_plain(meant) and not _is_plain(said):
             return False
+        if not _FORMULA.search(plain(answer)):  # 2 million
+            return True
         for formula in (said, *[answer] * (said == value)):  # cleaned and, if it is the whole answer, as typed
             sides = [plain(formula)] if "=" in meant else plain(formula).split("=")
             if copied(sides[-1]) and (_is_name(said.split("=")[0]) or copied(sides[0])):
@@ -3408,7 +3411,8 @@ def _is_plain(text: str) -> bool:
 
 def _bare(text: str) -> str:
     """"$57\\,+\\,68^\\circ$" -> "57+68": each symbol in one spelling, and no spaces."""
-    text = unicodedata.normalize("NFKC", re.sub(*_SYMBOLS, text[-LONGEST_COMPLETION:]))  # （ is (
+    text = re.sub("([⁻⁰¹²³⁴-⁹]+)", r"^\1", re.sub(*_SYMBOLS, text[-LONGEST_COMPLETION:]))  # 5² is 5^2
+    text = unicodedata.normalize("NFKC", text)  # （ is (
     text = re.sub(r"\s", "", text[-LONGEST_COMPLETION:])
     return re.sub(r"\\text|\^\{?\\circ\}?|\\degrees?|°|(?<=\d)(?:st|nd|rd|th)(?![a-z])", "", text)
 
@@ -3644,7 +3648,7 @@ def _is_name(side: str) -> bool:
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, but x^2 = 5 does not; x ≥ 5 agrees with [5, \\infty)."""
     if set(kind) == {"="}:  # not 57+68 > x = 5
-        if _DECIMAL.fullmatch(sides[0]) and re.fullmatch("[a-zA-Z]", sides[-1]):  # 5 = x
+        if len(sides) == 2 and _DECIMAL.fullmatch(sides[0]) and re.fullmatch("[a-zA-Z]", sides[-1]):  # 5 = x
             sides = sides[::-1]
         is_name = _is_name(sides[0]) or sides[-1].startswith("[[")  # A^{-1} before a matrix
         return _same(sides[-1], plain, depth) and (is_name or _same_value(sides[0], plain))
@@ -3681,8 +3685,9 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
 _UNIT = re.compile(r"""
     (?<=[\d)}\]\s]) \s* \(? ( mod\d+ | (?:
         (?! /?[ ]? (?: (?:arc)?(?: sin | cos | tan )h? | log | exp | sqrt | squared | cubed | plus | minus
-           | halves | (?: half | (?: thir | four | fif | six | seven | eigh | nin | ten | eleven | twelf | [a-z]+teen
-                | [a-z]+tie | hundred | thousand )(?:d|th) )(?: s | (?![ ]?[a-z]) ) | factorial ) (?![a-z]) )
+           | halves | factorial | (?: half | (?: thir | four | fif | six | seven | eigh | nin | ten | eleven | twelf
+                | [a-z]+teen | [a-z]+tie | hundred | thousand )(?:d|th) )
+             (?: s | (?! -[a-z] | [ ](?!of\b)[a-z] ) ) ) (?![a-z]) )  # 1 third, but 2 third-graders
         (?: (?: /[ ]? | (?<=\s) a[ ] )?
             (?: [A-Za-z]{4,} | (?<=[\s/]) (?:day|hr|wk|lb|kg) ) | (?<=[\s(]) [A-Za-z]{3} )
         | [ckm]?m | [km]?g | gm | m?[lL] | ft | in | mi | yd | (?: lb | hr | min | sec | yr | wk | qt | pt )s?

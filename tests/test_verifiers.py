@@ -355,11 +355,13 @@ SAME = [
     ("18 eggs per day * $2 = $36", "36"), ("400 ounces / 16 ounces per pound = 25 pounds.", "25"),
     ("So, 8 pens + 7 pens = 15 pens", "15"),
     # words for numbers, signs, ratios and for no solution; an equation that begins with its number; a last backslash
-    ("five", "5"), ("18 fifth graders", "18"), ("Twenty", "20"), ("\\text{Twelve}", "12"), ("x = two", "2"),
+    ("five", "5"), ("18 fifth graders", "18"), ("48 half-dollars", "48"), ("Twenty", "20"),
+    ("\\text{Twelve}", "12"), ("x = two", "2"),
     ("negative 11", "-11"), ("Minus 1/2.", "-\\frac12"), ("5 \\text{ to } 2", "5:2"), ("11 = x", "11"),
     ("-2.5 = y", "-5/2"), ("\\text{No solution}", "\\text{There are no real solutions.}"),
     ("No solutions", "\\varnothing"), ("A \\cap B = \\{\\}", "\\{\\}"), ("\\{\\}", "\\text{the empty set}"),
-    ("The number of students who didn't pass is 12", "12"), ("So 20 - 8 = 12 students didn't pass", "12"),
+    ("The number of students who didn't pass is 12", "12"), ("So 20 - 8 = 12 people don't know that", "12"),
+    ("So 20 - 8 = 12 students didn't pass", "12"),
     ("18\\\\", "18"), ("2^3^2", "512"), ("e^x^2", "e^{x^2}"),
     ("\\sqrt5(y-n)^2", "\\sqrt5y^2-2\\sqrt5yn+\\sqrt5n^2")]  # y and n stand for close numbers: the terms nearly cancel
 
@@ -480,9 +482,10 @@ def test_the_same_answer_written_another_way(a, b):
     ("①③", "13"), ("①③", "①②"), ("3 cats, n = 5", "5"), ("3 adults = 30, 2 children = 10", "10"),
     ("1st number = 4, 2nd number = 6", "6"), ("2xy + 5 = 11", "11"), ("2 sin(A) = 1", "1"), ("10ab + 5 = 25", "25"),
     ("(2n)!+1", "(2n)!-1"), ("2^{n^2}+n", "2^{n^2}-n"), ("10^{2n}-1", "10^{2n}+1"),
-    ("11 sixths", "11"), ("1 sixth", "1"), ("1 half", "1"),
-    ("7 eighths", "7"), ("7 sixteenths", "7"), ("one half", "1"), ("one hundred", "1"),
-    ("I don't think it is 11", "11"), ("It isn't known whether the sum is 11", "11"), ("3 to 5", "3"), ("3 to 5", "5"),
+    ("11 sixths", "11"), ("1 sixth", "1"), ("1 half", "1"), ("7 eighths", "7"),
+    ("7 sixteenths", "7"), ("one half", "1"), ("one hundred", "1"),
+    ("I don't think it is 11", "11"), ("18 = 3 = x", "18"), ("1 third of the class", "1"),
+    ("3 to 5", "3"), ("3 to 5", "5"),
     ("2^3^2", "64"), ("2x = x", "x"), ("57+68 = x", "125"), ("minus 5", "5"), ("no", "no solution"),
     ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # long units are compared in linear time
 def test_another_answer(a, b):
@@ -617,7 +620,9 @@ def test_no_text_raises_or_takes_long(text):
     ("((6/8))", "\\frac34", "Simplify $\\frac{6}{8}$.", False),
     ("(x+1)^2\\\\", "x^2+2x+1", "Expand $(x+1)^2$.", False), ("So (x+1)^2", "x^2+2x+1", "Expand $(x+1)^2$.", False),
     ("negative 2^5", "-32", "What is -2^5?", False), ("minus 3x+5x", "2x", "Simplify -3x+5x.", False),
-    ("5 = x", "5", "", True),
+    ("5 = x", "5", "", True), ("5²", "25", "What is 5²?", False), ("2^{10}", "1024", "Compute 2¹⁰.", False),
+    ("2 million", "2000000", "Write $2\\times10^6$ in standard form.", True),
+    ("25 square cm", "25", "A square has area 25 cm^2.", True), ("5 m/s", "5", "A bike goes 5 m/s.", True),
     ("y=(x+1)^2", "x^2+2x+1", "(x+1)^2 = ?", False), ("y=(x+1)(x-1)", "x^2-1", "$(x+1)(x-1)$", False),
     ("125 or 57+68", "125", "57+68=?", True), ("57+68, 57+68", "125", "57+68=?", False),
     ("(x+1)^2, (x+1)^2", "x^2+2x+1", "Expand (x+1)^2", False), ("125 or 125.0", "125", "57+68=?", True),
