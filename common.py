@@ -3365,7 +3365,7 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
 
     def copied(formula):
         question = plain(f"?{prompt}?")  # so that no bracket at its ends is left off
-        formal = _FORMULA.search(_split_unit(formula)[0])  # 5 m/s is not
+        formal = _FORMULA.search(_split_unit(formula)[0])  # 5 m/s is none
         return formal and re.search(rf"(?<![\d.]){re.escape(formula)}(?!\d)", question)
 
     def worked_out(said, meant):
@@ -3375,7 +3375,7 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
         # a matrix may have a factor in front, which `_clean` has left to work out in its entries
         if re.search(r"\d", meant) and "[[" not in meant and _is_plain(meant) and not _is_plain(said):
             return False
-        if not _FORMULA.search(plain(answer)):  # 2 million
+        if not _FORMULA.search(plain(answer)):  # `_clean` has made one of it: 2 million
             return True
         for formula in (said, *[answer] * (said == value)):  # cleaned and, if it is the whole answer, as typed
             sides = [plain(formula)] if "=" in meant else plain(formula).split("=")
@@ -3411,7 +3411,7 @@ def _is_plain(text: str) -> bool:
 
 def _bare(text: str) -> str:
     """"$57\\,+\\,68^\\circ$" -> "57+68": each symbol in one spelling, and no spaces."""
-    text = re.sub("([⁻⁰¹²³⁴-⁹]+)", r"^\1", re.sub(*_SYMBOLS, text[-LONGEST_COMPLETION:]))  # 5² is 5^2
+    text = re.sub(*_SUPERSCRIPTS, re.sub(*_SYMBOLS, text[-LONGEST_COMPLETION:]))
     text = unicodedata.normalize("NFKC", text)  # （ is (
     text = re.sub(r"\s", "", text[-LONGEST_COMPLETION:])
     return re.sub(r"\\text|\^\{?\\circ\}?|\\degrees?|°|(?<=\d)(?:st|nd|rd|th)(?![a-z])", "", text)
@@ -3436,15 +3436,16 @@ _SYMBOLS = (  # whatever may be such a key; x_1!=2, but not 4!=24
     re.compile(r"\\(?:left|right)\.|\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>]="
                r"|(?:(?<!\d)|(?<=[_^]\d)|(?<=\b[a-z]\d))!=|[$%~;&]|[^\x00-\x7f]"),
     lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0]))
+_SUPERSCRIPTS = re.compile("([⁻⁰¹²³⁴-⁹]+)"), r"^{\1}"  # x² is x^{2}
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?!,?\d|(?<= \d{3})/\d)")
 _ENTRY = r"(?:_\{?\d\}?)? ?= ?([^=,]+)"  # what x or x_1 is
 _NUMBER_WORDS = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
                  " seventeen eighteen nineteen twenty").split()
 _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
-    # symbols: ①③ is ①,③, x² is x^{2}, x₁ is x_{1}; NFKC makes 1 of ①, 1/2 of ½, and up to eighteen characters of
-    # others, hence the cut
+    # symbols: ①③ is ①,③, x₁ is x_{1}; NFKC makes 1 of ①, 1/2 of ½, and up to eighteen characters of others, hence the
+    # cut
     (r"[①-⑳](?=[①-⑳])", r"\g<0>,"),
-    (r"([⁻⁰¹²³⁴-⁹]+)", r"^{\1}"), (r"([₀-₉]+)", r"_{\1}"), (r"([¼½¾⅐-⅞])", r" \1"), (r"[º˚]", "°"),
+    _SUPERSCRIPTS, (r"([₀-₉]+)", r"_{\1}"), (r"([¼½¾⅐-⅞])", r" \1"), (r"[º˚]", "°"),
     (r"(?s)^.+", lambda text: unicodedata.normalize("NFKC", text[0])[:LONGEST_ANSWER]),
     (_MARKS, ""),
     _SYMBOLS,
