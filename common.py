@@ -3733,8 +3733,9 @@ def _split_unit(text: str) -> tuple[str, str]:
     if not re.search(r"\d|\\pi", number) or number.count("(") > number.count(")"):  # no number; 2(1+3m)
         return text, ""
     one = r"[a-zA-Z](\s?\^?\{?[23]\}?)?"
-    if re.fullmatch(one, found[1]):  # one letter: 5 m^2 and 16\pi m, but 1+3m and x+3 m
-        numeric = r"(?:[^a-zA-Z\\]|\\[a-z]+)*" if re.match(" [mgL]", found[0]) else r"[-\d./*^{} ]+"
+    if re.fullmatch(one, found[1]):  # one letter: 5 m^2 and 16\pi m, but 1+3m, 1 + 3 m and x+3 m
+        spaced = found[1][0] in "mgL" and text[found.start(1) - 1] == " "
+        numeric = r"(?!.*\d ?[-+] ?[\d.]+$)(?:[^a-zA-Z\\]|\\[a-z]+)*" if spaced else r"[-\d./*^{} ]+"
         if not re.fullmatch(numeric, number):
             return text, ""
     elif re.fullmatch(rf"{one}( {one})+", found[1]) and not re.fullmatch(
