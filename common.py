@@ -1890,7 +1890,7 @@ class Run:
         # What a script of yours wants checkpoints to keep, the same on every rank. All keys must be there before
         # `start`. --resume fills tensors and dicts of nothing but tensors, such as a model's state dict, in place: they
         # keep their keys, shapes and dtypes. All else it replaces: read it from here. Tensors in there have to be
-        # whole (`unsharded`), and come back on the device that they were on: best the CPU.
+        # whole (`unsharded`) and on the CPU: others come back on the GPU of the process that saved them.
         self.extra = {}
         self.device = setup_device()  # before what may fail on one machine alone: the others then notice that it ended
         flags = gather_in_order([vars(cfg) | {"output_dir": ""}])  # `start` looks whether the machines share that
@@ -3122,6 +3122,9 @@ LONGEST_LIST, MOST_BITS = 20, 8_000  # items in any order; size of an exact numb
 _BARE_BOX = re.compile(r"\\boxed(?: +|(?=\d))([^\s\\${}]+)")  # \boxed 5, \boxed5
 _MATRIX = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[^$]{,400}?\\end\{\1\}")  # one answer on several lines
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.S | re.I)
+# before a further equation, on a line of its own: x = 2\n- x = 3
+_NEXT = r"[-*•$\s]*+(?:(?:and|or)\b[$\s]*+)?(?:\\[\[(]\s*)?(?=\\?[a-zA-Z]+(?:_\{?\w\}?)?[ ]?=)"
+_LINES = rf"(?:[ ]*(?:\$\$?|\\[\])])?[.,;]?[ ]*\n{_NEXT}(?!.*(?<![\\a-zA-Z])[a-z]{{2,}}(?![a-zA-Z])).+)*"
 _HEADING = re.compile(r"""
     ^[ \t]* (?:
       # "**Answer:** 18", or "# Answer" with 18 on a line below, unless a sentence begins there
@@ -3137,27 +3140,27 @@ _HEADING = re.compile(r"""
       [ \t]* (?: (?: \\\[ | \$\$ ) \s* )?
       (?! \**(?: (?: Step | Case | Note | Check | Solution | Explanation | Verification | Conclusion )\b
                | \d+[.):][ ]+[A-Za-z] ) )
-    ) (?= \**[^\s*]) ( (?: (?! </?answer> ) . )+ )""", re.X | re.M)
+    ) (?= \**[^\s*]) ( (?: (?! </?answer> ) [^\n=] )* (?: = (?: (?! </?answer> ) . )*""" + _LINES + ")? )", re.X | re.M)
 _LAST_MARK = re.compile(r"(?<=[.!?])[ *]*(?=####[ ]*[^\s#<]{1,30}\s*\Z)"  # So each gets 2 bars. #### 2
                         r"|(?<=[.!?$]) (?=Final Answer: The final answer is )")  # as Minerva's prompt has it
 # balanced braces, up to ten levels
 _BRACED = functools.reduce(lambda inner, _: rf"(?:[^{{}}\\]++|\\[{{}}]?|\{{{inner}\}})*+", range(10), "")
 _BOX = re.compile(rf"\\f?box(?:ed)?\s*\{{({_BRACED})\}}")
-_BETWEEN_BOXES = re.compile(r"\\[()\[\]]|\\q?quad|\\text|[\s${}]")  # beside "and" or a comma
+_BETWEEN_BOXES = re.compile(r"\\[()\[\],;]|\\text|[\s${}*]")  # beside "and", a comma or a name
+# up to the end of the sentence or a reason: "18 dollars because ..."; whole: "$5! = 120$", "5 sq. ft."
+_STOP = r"""(?= $ | (?: (?<!\bRs)[.!] | \.\$ ) (?: \* | \s* $ | \s+ (?-i: [^a-z\s=<>+*/^)$-] ) )
+    | ,?[ ] \(? (?: because | since | so | as | which | i\.e\.,? | not | obtained ) [ ] )"""
 _PHRASE = re.compile(r"""
     # "The final answer is: 18", "The answer to the question (in dollars) is 18"; not "The answer is correct"
     ^.* (?: answers? | correct[ ](?:option|choice) )
     (?: ,?[ ](?: \( | (?: to | in | as | expressed | rounded )[ ] ) [^\n:=]{,50} )?
     (?: [ ](?: is | are | (?:should|must|would|will)[ ]be )
-        (?: [ ](?: simply | just | indeed | actually | only | then | thus | therefore | equal[ ]to
-              | given[ ]by ) \b ,? )?
+        (?: [ ](?: simply | just | indeed | actually | only | then | thus | therefore | still | also
+              | again | always | now | clearly | equal[ ]to | given[ ]by | found[ ]to[ ]be ) \b ,? )?
         | [ ]equals | \**: | [ ]= )
     :? \** \s* (?: \}\s*(?![])}>.]) | (?<=\n)[-•][ ]+ )?
     (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
-    # up to the end of the sentence or a reason: "18 dollars because ..."; whole: "$5! = 120$", "5 sq. ft."
-    (.*?) (?= $ | (?: (?<!\bRs)[.!] | \.\$ ) (?: \* | \s* $ | \s+ (?-i: [^a-z\s=<>+*/^)$-] ) )
-            | ,?[ ] \(? (?: because | since | so | as | which ) [ ] )
-    """, re.X | re.I | re.M)
+    ( (?! .*= ) .*?""" + _STOP + " | .*?" + _STOP + _LINES + ")", re.X | re.I | re.M)
 # The total is:\n$$x = 5$$; or She makes $18 a day.
 _UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*"
                             r"(?:[A-Z].*:\s*(?:\\\[|\$\$)\s*(?=\S)|(?=[A-Z].*\d))(.+)", re.M)
@@ -3199,6 +3202,8 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
         return answer
     text, answer, after = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None, ""
     text = _LAST_MARK.sub("\n", _MATRIX.sub(lambda matrix: matrix[0].replace("\n", " "), text))
+    if re.search(r"^[* ]*[B-E]\**:", text, re.M):  # then A: is an option, a point or a person
+        text = re.sub(r"^([* ]*)A(?=\**:)", r"\1(A)", text, flags=re.M)
     for _ in range(3):  # marks within marks
         marks = [(mark.end(1), mark[1]) for pattern in (_HEADING, _TAGGED) for mark in pattern.finditer(text)]
         if not (marks := marks + _in_boxes(text)):
@@ -3252,7 +3257,8 @@ def _in_boxes(text: str) -> list[tuple[int, str]]:
     for box in _BOX.finditer(text):
         if answer := box[1].strip():
             between = _BETWEEN_BOXES.sub("", text[found[-1][0] + 1:box.start()]) if found else ""
-            if re.fullmatch(r",|(?:,?and|or)(?:\w=)?", between):  # x = \boxed{1} and y = \boxed{2}
+            # x_1 = \boxed{1} and x_2 = \boxed{2}
+            if re.fullmatch(r"(?:[,;&、或和]|\\q?quad|and|or)+(?:\\?[a-zA-Z]+(?:_\w)?(?:\(\w\))?=)?", between):
                 answer = f"{found[-1][1]}, {answer}"
             found.append((box.end(1), answer))
     return found
@@ -3329,6 +3335,8 @@ def _readings(text: str) -> list[str]:
     "So, 36 - 15 = 21" ends in 21."""
     if option := _OPTION.fullmatch(text):
         return [option[1], _clean(option[2])]
+    if option := re.fullmatch(r"([^(),]+) \(([A-J])\)|([A-J]) \(([^()]+)\)", text):  # 12 (C), C (12)
+        return [_clean(part) for part in option.groups() if part]
     if len(twice := _split(text)[::2]) == 2 and _same(*twice):  # 7/2 or 3.5
         return twice
     said = [verdict[1]] if (verdict := _VERDICT.fullmatch(text)) else []
@@ -3372,8 +3380,9 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
         short, long = sorted((plain(said), plain(meant)), key=len)
         if short == long or long.endswith("=" + short) and _is_name(long[:-len(short) - 1]):  # y = x+1 is x+1
             return True
-        # a matrix may have a factor in front, which `_clean` has left to work out in its entries
-        if re.search(r"\d", meant) and "[[" not in meant and _is_plain(meant) and not _is_plain(said):
+        # a matrix may have a factor in front, which `_clean` has left to work out in its entries; x + y = 3 is a line
+        if (re.search(r"\d", meant) and "[[" not in meant and _is_plain(meant) and not _is_plain(said)
+                and not re.match(r"[^=]*[a-zA-Z] ?[-+][^=]*=", meant)):
             return False
         if not _FORMULA.search(plain(answer)):  # `_clean` has made one of it: 2 million
             return True
@@ -3420,11 +3429,11 @@ def _bare(text: str) -> str:
 _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
     "": r"\left. \right. \left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \large \Large \LARGE "
         r"\huge \! \( \) \[ \] \$ $ € £ ₹ ¥ \% % ¢",
-    " ": r"\, \: \; \quad \qquad ~ \rm \bf \ ", ",": "; & 、", "-": "− – — ‑ ‐", "*": r"\times \cdot × ⋅ ·",
+    " ": r"\, \: \; \quad \qquad ~ \rm \bf \ ", ",": "; & 、 和", "-": "− – — ‑ ‐", "*": r"\times \cdot × ⋅ ·",
     "/": r"\div ÷ ⁄", "^": "**", "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=",
     "<": r"\lt", ">": r"\gt", "=": r"\equiv ≡", "≠": r"\ne \neq !=", "∈": r"\in", "±": r"\pm", "∓": r"\mp",
     "‹": r"\{ \lbrace", "›": r"\} \rbrace", ":": r"\colon", "∪": r"\cup \bigcup",
-    "|": r"\vert \lvert \rvert \mid", " or ": r"\lor \vee", "(": r"\langle", ")": r"\rangle", "'": "’",
+    "|": r"\vert \lvert \rvert \mid", " or ": r"\lor \vee ∨ 或", "(": r"\langle", ")": r"\rangle", "'": "’",
     "\\frac": r"\dfrac \tfrac \cfrac \nicefrac \sfrac", "\\binom": r"\dbinom \tbinom",
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"
               r" \boldsymbol \bm \mathit \mathsf \textsf \texttt \emph \underline",
@@ -3436,7 +3445,7 @@ _SYMBOLS = (  # whatever may be such a key; x_1!=2, but not 4!=24
     re.compile(r"\\(?:left|right)\.|\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>]="
                r"|(?:(?<!\d)|(?<=[_^]\d)|(?<=\b[a-z]\d))!=|[$%~;&]|[^\x00-\x7f]"),
     lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0]))
-_SUPERSCRIPTS = re.compile("([⁻⁰¹²³⁴-⁹]+)"), r"^{\1}"  # x² is x^{2}
+_SUPERSCRIPTS = re.compile("([⁰¹²³ⁱ⁴-⁻ⁿˣʸᵃ-ᵛ]+)"), r"^{\1}"  # x² is x^{2}
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?!,?\d|(?<= \d{3})/\d)")
 _ENTRY = r"(?:_\{?\d\}?)? ?= ?([^=,]+)"  # what x or x_1 is
 _NUMBER_WORDS = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
@@ -3445,7 +3454,8 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     # symbols: ①③ is ①,③, x₁ is x_{1}; NFKC makes 1 of ①, 1/2 of ½, and up to eighteen characters of others, hence the
     # cut
     (r"[①-⑳](?=[①-⑳])", r"\g<0>,"),
-    _SUPERSCRIPTS, (r"([₀-₉]+)", r"_{\1}"), (r"([¼½¾⅐-⅞])", r" \1"), (r"[º˚]", "°"),
+    (r"[,.;]? ?(?:\\q?quad|\\\\|\n)" + _NEXT, ","),  # x = 2 \quad x = 3
+    _SUPERSCRIPTS, (r"([₀-₋ₐ-ₜᵢ-ᵥⱼ]+)", r"_{\1}"), (r"([¼½¾⅐-⅞])", r" \1"), (r"[º˚]", "°"),
     (r"(?s)^.+", lambda text: unicodedata.normalize("NFKC", text[0])[:LONGEST_ANSWER]),
     (_MARKS, ""),
     _SYMBOLS,
@@ -3458,7 +3468,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"°", " "),
     *[(rf"\\text\s*\{{({_BRACED})\}}", r" \1 ")] * 2,  # \mathbf{5\text{ cm}}
     (r"(?<![a-zA-Z^}_])\{(log|[a-zA-Z](?:_\d)?)\}(?= ?[_=])", r"\1"),  # {x}_{1}, {x_1} = 2
-    (r"\{ ?([-+:]) ?\}|(?<=.)\{ ?\}|\\(?:text)?color ?\{\w+\}", r"\1"),
+    (r"\{ ?([-+:]) ?\}|(?<=.)\{ ?\}|\\(?:(?:text)?color|tag|[hv]space) ?\{\w+\}", r"\1"),
     (r"\s+", " "), (r"^ |[ .\\]+$", ""), (r"^([A-J]) ?\)$", r"\1"),  # A) is A
     (r"\{([^{}]*)\\(over|choose)(?![a-z])([^{}]*)\}",
      lambda pair: rf"\{'frac' if pair[2] == 'over' else 'binom'}{{{pair[1].strip()}}}{{{pair[3].strip()}}}"),
@@ -3475,20 +3485,22 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?<=\d) ?\^? ?\{? ?(?:st|nd|rd|th)\b ?\}?", " "),
     (r"(?<=\d) ?([Hh]undred|[Tt]housand|(?:[Mm]|[Bb]|[Tt]r)illion)\b",
      lambda times: "*10^" + {"hu": "2", "th": "3", "mi": "6", "bi": "9", "tr": "12"}[times[1][:2].lower()]),
-    (r"\\frac\{ ?([a-z]{4,}) ?\}\{ ?([a-z]{4,}) ?\}", r"\1/\2"),
+    (r"\\frac\{ ?([a-z]{4,}|km) ?\}\{ ?([a-z]{4,}|h) ?\}", r"\1/\2"),
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
     (r"(?i)^(?:(?:so|hence|therefore|thus),? (?![a-z']{2,},? .*\d|[ai] \w)|(?:about|approximately"
-     r"|exactly|roughly|given by|option|choice|(?:an?|the)(?= [a-z-]{5,}(?: [a-z]{4,})*$)) "
+     r"|exactly|roughly|given by|option|choice|letter|(?:an?|the)(?= [a-z-]{5,}(?: [a-z]{4,})*$)) "
      r"|(?:USD?|Rs(?: ?\.(?= )|\.)?) ?(?=-?\.?\d))", ""),
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z; but not a clause with the result in it
     (r"(?<=[\w)}\] ])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
     (r"(?<=[\w)}\]]) ?\( ?\w ?∈ ?[NRZ](?: ?[_^] ?\{? ?[*+] ?\}?)? ?\)", ""),
+    (r"(?<=\S)(?:,? for | ?\( ?)[nk] ?[≥>] ?\d ?\)?$", ""),  # 2n+1 for n ≥ 1
+    (r"(?<=[\d})]),? ?\(?\b(?:at|when|since) [a-z] ?[=<>≤≥][^,=]+$", ""),  # 5 at x = 2
     (r"_\{1, ?2\} ?(?==)", ""),  # x_{1,2} = 1 ± \sqrt2
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 in base 2
-    (r"(?:, ?)?\b(?:and|or)\b| ?\{, ?\}", ","),
+    (r"(?:, ?)?\b(?:and|or)\b(?: ?,)?| ?\{, ?\}", ","),
     (r"[({]([\dA-F]\w*)[)}] ?(?=_[\d{])| ?\(? ?\b(?:in )?base (\d+) ?\)?", lambda base: base[1] or f"_{base[2]}"),
     # \begin{cases} x = 1 \\ y = 2 \end{cases} is x = 1, y = 2; of 1 & n = 1 \\ n & n > 1 each row is a pair
-    (r"‹ ?\\begin\{(array|aligned|\w?matrix)\}(?:\{[clr|]*\})?((?:(?!\\end|‹).)*)\\end\{\1\}(?![^‹]*›)",
+    (r"(?:‹ ?|(?=\\begin\{(?:aligned|gathered)))\\begin\{(array|aligned|gathered|\w?matrix)\}(?:\{[clr|]*\})?((?:(?!\\end|‹).)*)\\end\{\1\}(?![^‹]*›)",
      r"\\begin{cases}\2\\end{cases}"),
     (r"\\begin\{cases\}((?:(?!\\end\{cases).)*)\\end\{cases\}", lambda system: ",".join(
         re.sub(r"^([^,=]*),(?:[ ,]|(?:if|when|for)\b)*(?:\(([^()]*)\)|(.+))$", r"(\1,\2\3)", row.strip(" ,."))
@@ -3505,7 +3517,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\\\\(?:\[[\d.]+\w+\])?", "],["),
     (r"(?<![^=,])([^=,\[\]]{1,24})(\[\[(?:(?!\[\[).)*\]\])$",
      lambda product: re.sub(r"[^\[\],]+", lambda entry: f"{product[1]}({entry[0]})", product[2])),
-    (r"(?i) ?\( ?,? ?(?:≈|about|approx|roughly)[^()]*\)", ""),  # 5/36 (or about 0.139)
+    (r"(?i) ?\( ?,? ?(?:≈|=|about|approx|roughly|i\.?e\.?)[^()]*\)", ""),  # 5/36 (or about 0.139)
     # relations: x = \sqrt2 ≈ 1.41 is x = \sqrt2, but x_1 ≈ 1.5 is x_1 = 1.5, like Area: 12
     (r"((?:^|=) ?[-+(.]*(?:\d|\\(?:frac|pi|ln|log|arc)|\\?sqrt|e\^)[^=≈,]*)≈[^,]*$", r"\1"),
     (r"≈|(?<=[a-z]{3}) ?: ", "="),
@@ -3621,6 +3633,8 @@ def _parts(text: str) -> tuple[str, list[str]]:
             sides = [side.translate(str.maketrans("<>≤≥", "><≥≤")) for side in reversed(sides)]
         if len(sides) > 1:
             return "".join(sides[1::2]), sides[::2]
+        if "\\" in text and len(sides := _split(text, ":")) > 1:  # 1:\sqrt3
+            return ":", sides[::2]
         brackets, inner = text[0] + text[-1], _split(text[1:-1])[::2]
         if text.startswith("[["):  # a matrix is a tuple of rows
             kind, parts = "()", inner
@@ -3637,18 +3651,26 @@ def _parts(text: str) -> tuple[str, list[str]]:
 def _is_name(side: str) -> bool:
     """Whether one side of an equation only names its value. In x, x_1, f(-2), f(g(3)) and x_1 + x_2, all digits belong
     to an index or to the argument of a function, in 5 \\star 1 to an operation that the question defines. A sum, an
-    integral, a limit or a floor by itself names its value, too."""
+    integral, a limit or a floor by itself names its value, too, and so does 100m + n."""
     if re.match(r"\\(?:sum|prod|int|lim)|\\l(?:floor|ceil)[^\\]*\\r\w+ ?$", side):
         return len(_split(side, "+-")) == 1
     rest = re.sub(r"(?<!log)_\{?[\d/,]+\}?|\^\{-1\}(?=\()"
                   r"|\d+ ?(?:[@#]|\\(?:\#|star|ast|o(?:plus|times|dot)|diamond|bowtie|nabla|\w+suit)) ?\d+"
                   r"|(?<=[a-zA-Z})']) ?\(-?[^()+\d-]*\d[^()+-]*\)++(?! ?[\w(\\])", "", side)
-    return not re.search(r"^-|\d", rest)
+    return not re.search(r"^-|\d", rest) or bool(re.fullmatch(r"\d*[a-z](?: ?[-+] ?\d*[a-z])+ ?", side))
+
+
+_CLAUSE = re.compile(  # 2 when y, 2 \\to y
+    r"\d.*(?:(?<![\\a-zA-Z])(?!(?:sin|cos|tan|log|ln|pi|sqrt|exp)\b)[a-z]{2,}|\\(?:to|\w+arrow|implies|iff|land|wedge))"
+    r" ?[a-zA-Z](?:_\{?\w\}?)?$")
 
 
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, but x^2 = 5 does not; x ≥ 5 agrees with [5, \\infty)."""
-    if set(kind) == {"="}:  # not 57+68 > x = 5
+    if set(kind) == {"="}:  # not 57+68 > x = 5, nor x = 2 when y = 5, or x = 2 / x = 5
+        again = rf"(?<![a-zA-Z]){re.escape(sides[0])}$" if sides[0] else "$^"
+        if any(_CLAUSE.search(side) or re.search(again, side) for side in sides[1:-1]):
+            return False
         if len(sides) == 2 and _DECIMAL.fullmatch(sides[0]) and re.fullmatch("[a-zA-Z]", sides[-1]):  # 5 = x
             sides = sides[::-1]
         is_name = _is_name(sides[0]) or sides[-1].startswith("[[")  # A^{-1} before a matrix
@@ -3693,6 +3715,7 @@ _UNIT = re.compile(r"""
             (?: [A-Za-z]{4,} | (?<=[\s/]) (?:day|hr|wk|lb|kg) ) | (?<=[\s(]) [A-Za-z]{3} )
         | [ckm]?m | [km]?g | gm | m?[lL] | ft | in | mi | yd | (?: lb | hr | min | sec | yr | wk | qt | pt )s?
         | oz | mph | [KMGT]B | USD | of | [APap]\.?[Mm]
+        | [a-z]* (?! [万千百亿半] ) [^\W\d_a-zA-Zα-ωΑ-Ω] [^\W\d]*  # años, 厘米
         | (?<=\s) k? (?: [NJVAWCFsh] | Hz | eV | Pa ) ) (?![A-Za-z])
       (?: [\s.]* \^ \{? -?[23] \}? | [23]
         | [\s./()'-]+ (?: [A-Za-z]{2,} | [ahmsA-Z] ) (?![A-Za-z]) )* [\s.)]*
@@ -3735,7 +3758,7 @@ def _split_unit(text: str) -> tuple[str, str]:
     one = r"[a-zA-Z](\s?\^?\{?[23]\}?)?"
     if re.fullmatch(one, found[1]):  # one letter: 5 m^2 and 16\pi m, but 1+3m, 1 + 3 m and x+3 m
         spaced = found[1][0] in "mgL" and text[found.start(1) - 1] == " "
-        numeric = r"(?!.*\d ?[-+] ?[\d.]+$)(?:[^a-zA-Z\\]|\\[a-z]+)*" if spaced else r"[-\d./*^{} ]+"
+        numeric = r"(?!.*(?<!t)\d ?[-+] ?[\d.]+$)(?:[^a-zA-Z\\]|\\[a-z]+)*" if spaced else r"[-\d./*^{} ]+"
         if not re.fullmatch(numeric, number):
             return text, ""
     elif re.fullmatch(rf"{one}( {one})+", found[1]) and not re.fullmatch(
@@ -3868,7 +3891,7 @@ def _value(words: list[str], modulus: int):
             return (_FUNCTIONS[token](complex(value)) / cmath.log10(base)) ** exponent  # log10(10) is 1
         if token in _CONSTANTS:
             return _CONSTANTS[token]
-        if token[0].isalpha() and (len(token) == 1 or token[1] == "_") or token[0] == "\\" and token not in _SIGNS:
+        if re.match(r"[a-zA-Zα-ωΑ-Ω](?:_|$)", token) or token[0] == "\\" and token not in _SIGNS:
             letters.append(token)
             name = re.sub(r"[\\{} ]", "", token).encode()
             # A power, for a + d is not b + c. From 1 to 4.3: beside e^{5x} no constant is rounded away, and few x - 2

@@ -61,9 +61,18 @@ from common import SYSTEM_PROMPT, extract_answer, format_reward, is_equivalent, 
     ("A: There are 15 trees.\nThen there were 21.\nThe answer is 6.", "6"),
     ("A: There are 15 trees.\nThe answer is clear.", "There are 15 trees."),
     ("The answer is equal to 6.", "6"),
-    ("Answer: 5 cm\n\nWith a radius of 3, the answer would be 27.", "5 cm"), ("$x=\\boxed{2}, y=\\boxed{3}$", "3"),
+    ("Answer: 5 cm\n\nWith a radius of 3, the answer would be 27.", "5 cm"), ("$x=\\boxed{2}, y=\\boxed{3}$", "2, 3"),
     ("Answer: 5\n\nThis answer is consistent with the 5 apples.", "5"), ("Answer: 5\nThe answer is clear.", "5"),
     ("Final Answer: $120$. I hope it is correct.", "$120$"), ("So \\boxed5", "5"), ("The answer equals 6.", "6"),
+    # several boxes, or equations on lines of their own, are a list; B: below makes A: an option
+    ("$x_1=\\boxed{2}$ and $x_2=\\boxed{3}$", "2, 3"), ("\\boxed{2} \\quad \\boxed{3}", "2, 3"),
+    ("$x=\\boxed{1}$ 或 $x=\\boxed{2}$", "1, 2"), ("**\\boxed{2}**, **\\boxed{3}**", "2, 3"),
+    ("\\boxed{2}\n\n\\boxed{3}", "3"), ("**Answer:**\n- x = 2\n- x = 3", "x = 2\n- x = 3"),
+    ("The answers are:\n\\[ x = 2 \\]\nor\n\\[ x = 3 \\]", "x = 2 \\]\nor\n\\[ x = 3 \\]"),
+    ("Answer: x = 2\nx = 2 is the only root.", "x = 2"), ("Answer: 42\nx = 5", "42"),
+    ("The answer is 42.\nx = 5", "42"),
+    ("A: 10\nB: 12\n\nThe answer is B.", "B"), ("\\boxed{12}\n\n**A: 5**\n**B: 7**", "12"),
+    ("The answer is still 5, not 6.", "5"), ("The answer is $\\frac12$, i.e. $0.5$.", "$\\frac12$"),
     ("Final Answer: The final answer is $120.$ I hope it is correct.", "$120"), ("The answer is simply 6.", "6"),
     ("$x=\\boxed{2}$ or $x=\\boxed{-3}$", "2, -3"), ("The answer is $3!\\cdot 5!$", "$3!\\cdot 5!$"),
     ("#### 1. Read it\n\nThe answer is 4.", "4"), ("#### 1.5", "1.5"), ("Ans: 5", "5"), ("<Answer>5</Answer>", "5"),
@@ -76,7 +85,7 @@ from common import SYSTEM_PROMPT, extract_answer, format_reward, is_equivalent, 
     ("# Answer\n\nNobody knows.", None), ("<answer>9*2=18\n#### 18</answer>", "18"), ("A: 18</answer> So", "18"),
     ("<answer>18</answer>(</answer>", "18</answer>("),  # which equals no number
     ("<answer>\nAnswer: 18</answer>", "18"), ("Answer: <answer>18</answer>", "18"),
-    ("$x=\\boxed{1}$ and $x=\\boxed{-2}$", "1, -2"), ("$x=\\boxed{2}, y=\\boxed{3}$", "3"),
+    ("$x=\\boxed{1}$ and $x=\\boxed{-2}$", "1, -2"),
     ("**Answer:** 18 ✅", "18"), ("**Answer: 18** ✔️", "18"), ("## ✅ Answer\n\n18", "18"),
     ("\\boxed{18\\checkmark}", "18"), ("The answer is:\n\n- 18", "18"),
     ("**Answer:**\n\n- **18**", "18"), ("The answer is:\n-18", "-18"),
@@ -363,6 +372,16 @@ SAME = [
     ("No solutions", "\\varnothing"), ("A \\cap B = \\{\\}", "\\{\\}"), ("\\{\\}", "\\text{the empty set}"),
     ("The number of students who didn't pass is 12", "12"), ("So 20 - 8 = 12 people don't know that", "12"),
     ("So 20 - 8 = 12 students didn't pass", "12"),
+    # equations beside or below each other; what is said behind an answer; other alphabets; raised letters
+    ("x = 2 \\quad x = 3", "2, 3"), ("x = 3 \\quad \\text{or} \\quad x = -2", "-2, 3"), ("x=2 \\\\ x=3", "2, 3"),
+    ("x = 2\n- x = 3", "2, 3"), ("x = 10/2\nx = 5", "5"),
+    ("\\begin{aligned} x &= 1 \\\\ y &= 2 \\end{aligned}", "(1,2)"),
+    ("f(x) = 5 \\text{ at } x = 3", "5"), ("120 (= 5!)", "120"), ("a_n = 2n+1 \\quad (n \\ge 1)", "2n+1"),
+    ("100m + n = 517", "517"), ("12\\ \\textbf{(C)}", "C"), ("C (12)", "12"), ("5\\tag{1}", "5"),
+    ("\\sqrt{2}:1", "\\sqrt2:1"), ("25 \\frac{\\text{km}}{\\text{h}}", "25 km/h"),
+    ("x=1或x=2", "1, 2"), ("12平方厘米", "12"), ("12 \\text{ años}", "12"),
+    ("2ⁿ⁺¹", "2^{n+1}"), ("eˣ", "e^x"), ("aₙ = 2n", "a_n = 2n"),
+    ("C = 2\\pi r = 6\\pi", "6\\pi"), ("A = \\frac12 b h = 12", "12"),
     ("18\\\\", "18"), ("2^3^2", "512"), ("e^x^2", "e^{x^2}"),
     ("\\sqrt5(y-n)^2", "\\sqrt5y^2-2\\sqrt5yn+\\sqrt5n^2")]  # y and n stand for close numbers: the terms nearly cancel
 
@@ -487,6 +506,9 @@ def test_the_same_answer_written_another_way(a, b):
     ("7 sixteenths", "7"), ("one half", "1"), ("one hundred", "1"),
     ("I don't think it is 11", "11"), ("18 = 3 = x", "18"), ("1 third of the class", "1"),
     ("3 to 5", "3"), ("3 to 5", "5"),
+    ("x = 2 \\quad x = 3", "3"), ("a = 2 \\quad b = 3", "3"), ("f(x) = 5 \\text{ at } x = 3", "3"),
+    ("x=2 \\wedge y=3", "3"), ("x = 2 \\text{ but } y = 3", "3"), ("x = 2 / x = 3", "3"), ("x = 2\nx = 3", "3"),
+    ("必要不充分条件", "充分不必要条件"), ("3万", "3"), ("2ⁿ", "2n"), ("(−1)ⁿ", "-n"), ("12 (C)", "B"), ("x^2 + y^2 = 25", "25"),
     ("2^3^2", "64"), ("2x = x", "x"), ("57+68 = x", "125"), ("minus 5", "5"), ("no", "no solution"),
     ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # long units are compared in linear time
 def test_another_answer(a, b):
@@ -635,7 +657,9 @@ def test_no_text_raises_or_takes_long(text):
     ("The answer is (C).", "(C) 125", "", True),
     ("\\frac34", "\\textbf{(B)}\\ \\frac{3}{4}", "$\\textbf{(B)}\\ \\frac{3}{4}$", True),
     ("y=2x-3", "2x-y=3", "", True), ("2(x+1)", "2x+2", "", True), ("(A) or C", "A and C", "", True),
-    ("\\frac13\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1/3\\\\2/3\\end{pmatrix}", "", True)])
+    ("\\frac13\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1/3\\\\2/3\\end{pmatrix}", "", True),
+    ("y = -x+3", "x+y=3", "Which line?", True), ("m+n = 3+4 = 7", "7", "What is m+n?", True),
+    ("x = 57+68", "x = 125", "Solve x = 57+68.", False)])
 def test_the_question_is_no_answer(answer, gold, prompt, worked_out):
     assert is_equivalent(answer, gold) and is_worked_out(answer, gold, prompt) == worked_out
 
