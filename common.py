@@ -3123,7 +3123,7 @@ _BARE_BOX = re.compile(r"\\boxed(?: +|(?=\d))([^\s\\${}]+)")  # \boxed 5, \boxed
 _MATRIX = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[^$]{,400}?\\end\{\1\}")  # one answer on several lines
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.S | re.I)
 # before a further equation, on a line of its own: x = 2\n- x = 3
-_NEXT = r"[-*•$\s]*+(?:(?:and|or)\b[$\s]*+)?(?:\\[\[(]\s*)?(?=\\?[a-zA-Z]+(?:_\{?\w\}?)?[ ]?=)"
+_NEXT = r"(?:[-*•][ ]|[$\s])*+(?:(?:and|or)\b[$\s]*+)?(?:\\[\[(]\s*)?(?=\\?[a-zA-Z]+(?:_\{?\w\}?)?[ ]?=)"
 _LINES = rf"(?:[ ]*(?:\$\$?|\\[\])])?[.,;]?[ ]*\n{_NEXT}(?!.*(?<![\\a-zA-Z])[a-z]{{2,}}(?![a-zA-Z])).+)*"
 _HEADING = re.compile(r"""
     ^[ \t]* (?:
@@ -3186,8 +3186,9 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     """The final answer of a completion, or None: what follows a </think>, if it gives one, else the whole text. In
     order of precedence:
 
-    1. <answer>18</answer>, \\boxed{18}, `#### 18` (a line, or the end of the text), `# Answer` (18 may follow below),
-       `Answer: 18` or `A: 18`: whichever ends last. They may stand in one another: <answer>\\boxed{18}</answer>.
+    1. <answer>18</answer>, \\boxed{18}, `#### 18` (a line, or behind the last sentence), `# Answer` (18 may follow
+       below), `Answer: 18` or `A: 18` (without a `B:`): whichever ends last. They may stand in one another:
+       <answer>\\boxed{18}</answer>. Boxes with "and" between them, and equations on further lines, are a list.
     2. What follows the last <answer>, though it is never closed: samplers that stop at </answer> cut the tag off.
     3. "The answer is 18." or "the answer: 18" within a line, also one within 1 and 2, or a number after 1 where that
        may only begin the reasoning (`A: There are 15 trees.`).
@@ -3301,9 +3302,10 @@ _NUMBER = re.compile(r"(?<!\S)-?\.?\d(?:\S*\w)?")  # a word that begins with a n
 
 def is_equivalent(prediction, answer) -> bool:
     """Whether two answers mean the same: numbers by exact value, sets and lists of up to 20 solutions in any order,
-    tuples and intervals in theirs, formulas by their value at three points, text by its letters. Never a tolerance for
-    decimals (only roots, π and the like are rounded, to eleven digits), never a factor of 100: 50% is 50, not 0.5. A
-    text counts for the answer that it marks, and else one in several sentences for its conclusion: So she has 7.
+    tuples and intervals in theirs, formulas by their value at three points, text by its characters, in either case.
+    Never a tolerance for decimals (only roots, π and the like may be 1e-11 of their value apart), never a factor of
+    100: 50% is 50, not 0.5. A text counts for the answer that it marks, and else one in several sentences for its
+    conclusion: So she has 7.
     """
     if prediction is None or answer is None:
         return False
@@ -3493,14 +3495,15 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z; but not a clause with the result in it
     (r"(?<=[\w)}\] ])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
     (r"(?<=[\w)}\]]) ?\( ?\w ?∈ ?[NRZ](?: ?[_^] ?\{? ?[*+] ?\}?)? ?\)", ""),
-    (r"(?<=\S)(?:,? for | ?\( ?)[nk] ?[≥>] ?\d ?\)?$", ""),  # 2n+1 for n ≥ 1
+    (r"(?<=\S)(?:,? for | \( ?)[nk] ?[≥>] ?\d ?\)?$", ""),  # 2n+1 for n ≥ 1
     (r"(?<=[\d})]),? ?\(?\b(?:at|when|since) [a-z] ?[=<>≤≥][^,=]+$", ""),  # 5 at x = 2
     (r"_\{1, ?2\} ?(?==)", ""),  # x_{1,2} = 1 ± \sqrt2
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 in base 2
     (r"(?:, ?)?\b(?:and|or)\b(?: ?,)?| ?\{, ?\}", ","),
     (r"[({]([\dA-F]\w*)[)}] ?(?=_[\d{])| ?\(? ?\b(?:in )?base (\d+) ?\)?", lambda base: base[1] or f"_{base[2]}"),
     # \begin{cases} x = 1 \\ y = 2 \end{cases} is x = 1, y = 2; of 1 & n = 1 \\ n & n > 1 each row is a pair
-    (r"(?:‹ ?|(?=\\begin\{(?:aligned|gathered)))\\begin\{(array|aligned|gathered|\w?matrix)\}(?:\{[clr|]*\})?((?:(?!\\end|‹).)*)\\end\{\1\}(?![^‹]*›)",
+    (r"(?:‹ ?|(?=\\begin\{(?:aligned|gathered)))\\begin\{(array|aligned|gathered|\w?matrix)\}(?:\{[clr|]*\})?"
+     r"((?:(?!\\end|‹).)*)\\end\{\1\}(?![^‹]*›)",
      r"\\begin{cases}\2\\end{cases}"),
     (r"\\begin\{cases\}((?:(?!\\end\{cases).)*)\\end\{cases\}", lambda system: ",".join(
         re.sub(r"^([^,=]*),(?:[ ,]|(?:if|when|for)\b)*(?:\(([^()]*)\)|(.+))$", r"(\1,\2\3)", row.strip(" ,."))
@@ -3517,7 +3520,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\\\\(?:\[[\d.]+\w+\])?", "],["),
     (r"(?<![^=,])([^=,\[\]]{1,24})(\[\[(?:(?!\[\[).)*\]\])$",
      lambda product: re.sub(r"[^\[\],]+", lambda entry: f"{product[1]}({entry[0]})", product[2])),
-    (r"(?i) ?\( ?,? ?(?:≈|=|about|approx|roughly|i\.?e\.?)[^()]*\)", ""),  # 5/36 (or about 0.139)
+    (r"(?i) ?\( ?,? ?(?:≈|=|about|approx|roughly|i\.e\.)[^()]*\)", ""),  # 5/36 (or about 0.139)
     # relations: x = \sqrt2 ≈ 1.41 is x = \sqrt2, but x_1 ≈ 1.5 is x_1 = 1.5, like Area: 12
     (r"((?:^|=) ?[-+(.]*(?:\d|\\(?:frac|pi|ln|log|arc)|\\?sqrt|e\^)[^=≈,]*)≈[^,]*$", r"\1"),
     (r"≈|(?<=[a-z]{3}) ?: ", "="),
