@@ -270,7 +270,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
                          "chat messages, what apply_chat_template(…, tokenize=False) returns)")
     if len(set(gather_in_order([zlib.crc32(repr(prompts).encode())]))) > 1:  # a checksum is enough
         raise ValueError("sample is collective: every rank must pass the same prompts")
-    if min(group_size, max_new_tokens) < 1 or not temperature >= 0:
+    if min(group_size, max_new_tokens) < 1 or not 0 <= temperature < math.inf:
         raise ValueError("want a group_size and max_new_tokens of at least 1, and a temperature of at least 0")
     prompt_ids, prompt_mask, _ = collate(prompts, [[]] * len(prompts), pad_id, device)  # [P, L]
     N = len(prompts) * group_size
@@ -1422,6 +1422,9 @@ def prompt_and_answers(row: dict) -> tuple:
         if scores is None and unread:
             raise ValueError(f"{unread[0]} beside responses: want scores, higher for better ones, or responses that "
                              "stand best first and nothing else that could order them")
+    talks = [answer for answer in answers if isinstance(answer, list) and answer] if isinstance(answers, list) else []
+    if any(isinstance(turns[-1], dict) and turns[-1].get("tool_calls") for turns in talks):
+        raise ValueError("an answer has tool_calls, which are not read: want text in its content")
     if not isinstance(answers, list) or len(answers) < 2 or not all(map(is_prompt, answers)):
         raise ValueError("want chosen and rejected, or a list of responses: two or more, text or messages; it "
                          f"has {list(row)!r:.200}")
@@ -1442,8 +1445,6 @@ def prompt_and_answers(row: dict) -> tuple:
 def prompt_of_conversations(conversations: list[list[dict]], row: dict, prompt) -> str | list[dict] | None:
     """All turns before the last, which is the answer. A `prompt` beside them may be one of these turns, or all of them,
     or what comes before the first."""
-    if any(turns[-1].get("tool_calls") for turns in conversations):
-        raise ValueError("an answer has tool_calls, which are not read: want text in its content")
     talks = [[(turn["role"], turn["content"].strip()) for turn in turns] for turns in conversations]
     if any(talk[:-1] != talks[0][:-1] for talk in talks):
         raise ValueError("want conversations that share all but their last turns")
@@ -3052,7 +3053,7 @@ def train_tiny_model(digits: int):
 
 
 def build_tiny_model(data: str) -> str:
-    """The directory of the warm-started tiny model: trained on the first call (40 s of one core), then kept.
+    """The directory of the warm-started tiny model: trained on the first call (half a minute of one core), then kept.
 
     Its name holds a hash of everything that determines the weights, but for how the CPU rounds. If several processes
     start at once, each may train a model; the first to finish is kept.

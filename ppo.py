@@ -41,7 +41,8 @@ class Config(common.RunConfig):  # which has the flags of every script: --model,
                                    "of a reward model")
     format_reward: float = flag(0.0, "weight of the extra reward for the form <think>…</think><answer>…</answer>")
     normalize_scores: bool = flag(True, "scale a reward model's scores to mean 0, std 1 on the first rollout (Ziegler "
-                                        "et al.), so that β, ε_v and --missing_eos_score suit any reward model")
+                                        "et al.), so that β, ε_v and --missing_eos_score suit any reward model; "
+                                        "--no_normalize_scores: as they are")
     missing_eos_score: float = flag(-1.0, "most that a completion without EOS can score (N+: it is -1); 1e9: no limit")
     kl_coef: float = flag(0.2, "β: weight of the KL penalty in the reward; at 0, no reference is loaded (N+: 0.05)")
     kl_target: float = flag(0.0, "adapt β to keep the KL at this many nats per completion (Ziegler et al.'s code: 6); "

@@ -1071,9 +1071,10 @@ def test_the_last_turn_is_the_answer():
     assert read.answers == ["a", "b"]
 
 
-def test_an_answer_with_tool_calls_is_refused():
+@pytest.mark.parametrize("content", ["", None, "I will look."])
+def test_an_answer_with_tool_calls_is_refused(content):
     """Read without them, it might be empty, and still the better one."""
-    row = {"prompt": "1", "chosen": [{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}],
+    row = {"prompt": "1", "chosen": [{"role": "assistant", "content": content, "tool_calls": [{"function": {}}]}],
            "rejected": [{"role": "assistant", "content": "I do not know", "tool_calls": None}]}
     with pytest.raises(ValueError, match="tool_calls"):
         common.read_preference(row)
