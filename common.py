@@ -1882,9 +1882,6 @@ class Run:
         # The file that holds Config: also where another one, or a notebook, calls its `main`.
         self.script = Path(getattr(sys.modules.get(type(cfg).__module__), "__file__", sys.argv[0])).name
         self.directory = Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and self.checkpoints():
-            say(f"restarted by torchrun: continuing {self.directory}, as with --resume")  # it repeats the first command
-            cfg.resume = True
         self.next_step = 0  # step 0 is the evaluation before training
         self.failing = False  # set after --max_bad_steps skipped updates in a row
         self.stop_signal = 0
@@ -1894,6 +1891,10 @@ class Run:
         # whole (`unsharded`) and on the CPU: others come back on the GPU of the process that saved them.
         self.extra = {}
         self.device = setup_device()  # before what may fail on one machine alone: the others then notice that it ended
+        restarts = gather_in_order([os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")])  # each machine counts its own
+        if set(restarts) != {"0"} and self.checkpoints():
+            say(f"restarted by torchrun: continuing {self.directory}, as with --resume")  # it repeats the first command
+            cfg.resume = True
         flags = gather_in_order([vars(cfg) | {"output_dir": ""}])  # `start` looks whether the machines share that
         if other := [name for name in flags[0] if any(of_rank.get(name) != flags[0][name] for of_rank in flags)]:
             raise UserError(f"--{other[0]}: another value on another machine; all have to run the same command")
