@@ -3125,7 +3125,7 @@ _BARE_BOX = re.compile(r"\\boxed(?: +|(?=\d))([^\s\\${}]+)")  # \boxed 5, \boxed
 _MATRIX = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[^$]{,400}?\\end\{\1\}")  # one answer on several lines
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.S | re.I)
 # before a further equation, on a line of its own: x = 2\n- x = 3
-_NEXT = r"(?:[-*•][ ]|[$\s])*+(?:(?:and|or)\b[$\s]*+)?(?:\\[\[(]\s*)?(?=\\?[a-zA-Z]+(?:_\{?\w\}?)?[ ]?=)"
+_NEXT = r"(?:[-*•][ ]|[$\s])*+(?:(?:and|or)\b[$\s]*+)?(?:\\[\[(]\s*)?(?=(?:\\[a-zA-Z]+|[a-zA-Z])(?:_\{?\w\}?)?[ ]?=)"
 _LINES = rf"(?:[ ]*(?:\$\$?|\\[\])])?[.,;]?[ ]*\n{_NEXT}(?!.*(?<![\\a-zA-Z])[a-z]{{2,}}(?![a-zA-Z])).+)*"
 _HEADING = re.compile(r"""
     ^[ \t]* (?:
@@ -3142,7 +3142,8 @@ _HEADING = re.compile(r"""
       [ \t]* (?: (?: \\\[ | \$\$ ) \s* )?
       (?! \**(?: (?: Step | Case | Note | Check | Solution | Explanation | Verification | Conclusion )\b
                | \d+[.):][ ]+[A-Za-z] ) )
-    ) (?= \**[^\s*]) ( (?: (?! </?answer> ) [^\n=] )* (?: = (?: (?! </?answer> ) . )*""" + _LINES + ")? )", re.X | re.M)
+    ) (?= \**[^\s*]) (?! </?answer> )
+    ( (?: (?! </?answer> ) [^\n=] )* (?: = (?: (?! </?answer> ) . )*""" + _LINES + ")? )", re.X | re.M)
 _LAST_MARK = re.compile(r"(?<=[.!?])[ *]*(?=####[ ]*[^\s#<]{1,30}\s*\Z)"  # So each gets 2 bars. #### 2
                         r"|(?<=[.!?$]) (?=Final Answer: The final answer is )")  # as Minerva's prompt has it
 # balanced braces, up to ten levels
@@ -3151,14 +3152,14 @@ _BOX = re.compile(rf"\\f?box(?:ed)?\s*\{{({_BRACED})\}}")
 _BETWEEN_BOXES = re.compile(r"\\[()\[\],;]|\\text|[\s${}*]")  # beside "and", a comma or a name
 # up to the end of the sentence or a reason: "18 dollars because ..."; whole: "$5! = 120$", "5 sq. ft."
 _STOP = r"""(?= $ | (?: (?<!\bRs)[.!] | \.\$ ) (?: \* | \s* $ | \s+ (?-i: [^a-z\s=<>+*/^)$-] ) )
-    | ,?[ ] \(? (?: because | since | so | as | which | i\.e\.,? | not | obtained ) [ ] )"""
+    | ,?[ ] \(? (?: because | since | so | as | which | i\.e\.,? | obtained ) [ ] | (?: ,[ ] | [ ]\( ) not[ ] )"""
 _PHRASE = re.compile(r"""
     # "The final answer is: 18", "The answer to the question (in dollars) is 18"; not "The answer is correct"
     ^.* (?: answers? | correct[ ](?:option|choice) )
     (?: ,?[ ](?: \( | (?: to | in | as | expressed | rounded )[ ] ) [^\n:=]{,50} )?
     (?: [ ](?: is | are | (?:should|must|would|will)[ ]be )
         (?: [ ](?: simply | just | indeed | actually | only | then | thus | therefore | still | also
-              | again | always | now | clearly | equal[ ]to | given[ ]by | found[ ]to[ ]be ) \b ,? )?
+              | again | always(?=[ ]\W*\d) | now | clearly | equal[ ]to | given[ ]by | found[ ]to[ ]be ) \b ,? )?
         | [ ]equals | \**: | [ ]= )
     :? \** \s* (?: \}\s*(?![])}>.]) | (?<=\n)[-•][ ]+ )?
     (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
@@ -3205,8 +3206,8 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
         return answer
     text, answer, after = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None, ""
     text = _LAST_MARK.sub("\n", _MATRIX.sub(lambda matrix: matrix[0].replace("\n", " "), text))
-    if re.search(r"^[* ]*[B-E]\**:", text, re.M):  # then A: is an option, a point or a person
-        text = re.sub(r"^([* ]*)A(?=\**:)", r"\1(A)", text, flags=re.M)
+    # With B: below, A: is an option, a point or a person.
+    text = re.sub(r"^([* ]*)A(?=\**:.*\n\s*+\**[B-E]\**:)", r"\1(A)", text, flags=re.M)
     for _ in range(3):  # marks within marks
         marks = [(mark.end(1), mark[1]) for pattern in (_HEADING, _TAGGED) for mark in pattern.finditer(text)]
         if not (marks := marks + _in_boxes(text)):
@@ -3261,7 +3262,8 @@ def _in_boxes(text: str) -> list[tuple[int, str]]:
         if answer := box[1].strip():
             between = _BETWEEN_BOXES.sub("", text[found[-1][0] + 1:box.start()]) if found else ""
             # x_1 = \boxed{1} and x_2 = \boxed{2}
-            if re.fullmatch(r"(?:[,;&、或和]|\\q?quad|and|or)+(?:\\?[a-zA-Z]+(?:_\w)?(?:\(\w\))?=)?", between):
+            if re.fullmatch(r"(?:[,;&、或和]|\\q?quad|and|or)++"
+                            r"(?:(?:\\[a-zA-Z]++|[a-z]|[A-Z]{2})(?:_\w)?(?:\(\w\))?=)?", between):
                 answer = f"{found[-1][1]}, {answer}"
             found.append((box.end(1), answer))
     return found
@@ -3339,10 +3341,16 @@ def _readings(text: str) -> list[str]:
     "So, 36 - 15 = 21" ends in 21."""
     if option := _OPTION.fullmatch(text):
         return [option[1], _clean(option[2])]
-    if option := re.fullmatch(r"([^(),]+) \(([A-J])\)|([A-J]) \(([^()]+)\)", text):  # 12 (C), C (12)
+    if option := re.fullmatch(r"(?!not )(?=.*(?:\d|[a-z]{4}))([^(),]+) \(([A-J])\)"
+                              r"|([A-J]) \((?=.*\d)([^(),]+)\)", text):  # 12 (C), C (12)
         return [_clean(part) for part in option.groups() if part]
-    if len(twice := _split(text)[::2]) == 2 and _same(*twice):  # 7/2 or 3.5
-        return twice
+    parts = _split(text)[::2]
+    if len(parts) == 2 and _same(*parts):  # 7/2 or 3.5
+        return parts
+    names, values = zip(*((name.split("=")[0].strip(), value) for name, _, value in (p.rpartition("=") for p in parts)))
+    if len(parts) > 1 and len({*names}) == 1 and names[0] and all(  # A = \\pi r^2, A = 4\\pi: the last
+            re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", value) or _same(value, values[-1]) for value in values[:-1]):
+        return parts[-1:]
     said = [verdict[1]] if (verdict := _VERDICT.fullmatch(text)) else []
     if re.search(r"(?i)\b(?:not|never|cannot|I don't)\b", text):
         return said
@@ -3384,9 +3392,10 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
         short, long = sorted((plain(said), plain(meant)), key=len)
         if short == long or long.endswith("=" + short) and _is_name(long[:-len(short) - 1]):  # y = x+1 is x+1
             return True
-        # a matrix may have a factor in front, which `_clean` has left to work out in its entries; x + y = 3 is a line
-        if (re.search(r"\d", meant) and "[[" not in meant and _is_plain(meant) and not _is_plain(said)
-                and not re.match(r"[^=]*[a-zA-Z] ?[-+][^=]*=", meant)):
+        line = re.match(r"[^=]*[a-zA-Z] ?[-+][^=]*=", meant) and all(  # x + y = 3
+            re.search("[a-z]", side) or _is_plain(side) for side in said.split("="))
+        # a matrix may have a factor in front, which `_clean` has left to work out in its entries
+        if re.search(r"\d", meant) and "[[" not in meant and not line and _is_plain(meant) and not _is_plain(said):
             return False
         if not _FORMULA.search(plain(answer)):  # `_clean` has made one of it: 2 million
             return True
@@ -3449,7 +3458,7 @@ _SYMBOLS = (  # whatever may be such a key; x_1!=2, but not 4!=24
     re.compile(r"\\(?:left|right)\.|\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>]="
                r"|(?:(?<!\d)|(?<=[_^]\d)|(?<=\b[a-z]\d))!=|[$%~;&]|[^\x00-\x7f]"),
     lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0]))
-_SUPERSCRIPTS = re.compile("([⁰¹²³ⁱ⁴-⁻ⁿˣʸᵃ-ᵛ]+)"), r"^{\1}"  # x² is x^{2}
+_SUPERSCRIPTS = re.compile("([⁰¹²³ⁱ⁴-⁻ⁿʰʳˢˣʸᵃ-ᵛ]+)"), r"^{\1}"  # x² is x^{2}
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?!,?\d|(?<= \d{3})/\d)")
 _ENTRY = r"(?:_\{?\d\}?)? ?= ?([^=,]+)"  # what x or x_1 is
 _NUMBER_WORDS = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
@@ -3458,7 +3467,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     # symbols: ①③ is ①,③, x₁ is x_{1}; NFKC makes 1 of ①, 1/2 of ½, and up to eighteen characters of others, hence the
     # cut
     (r"[①-⑳](?=[①-⑳])", r"\g<0>,"),
-    (r"[,.;]? ?(?:\\q?quad|\\\\|\n)" + _NEXT, ","),  # x = 2 \quad x = 3
+    (r"[,.;]? ?(?:\\q?quad|\\\\|\n|\\(?:implies|Rightarrow|iff)(?![a-z]) ?)" + _NEXT, ","),  # x = 2 \quad x = 3
     _SUPERSCRIPTS, (r"([₀-₋ₐ-ₜᵢ-ᵥⱼ]+)", r"_{\1}"), (r"([¼½¾⅐-⅞])", r" \1"), (r"[º˚]", "°"),
     (r"(?s)^.+", lambda text: unicodedata.normalize("NFKC", text[0])[:LONGEST_ANSWER]),
     (_MARKS, ""),
@@ -3497,8 +3506,8 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z; but not a clause with the result in it
     (r"(?<=[\w)}\] ])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
     (r"(?<=[\w)}\]]) ?\( ?\w ?∈ ?[NRZ](?: ?[_^] ?\{? ?[*+] ?\}?)? ?\)", ""),
-    (r"(?<=\S)(?:,? for | \( ?)[nk] ?[≥>] ?\d ?\)?$", ""),  # 2n+1 for n ≥ 1
-    (r"(?<=[\d})]),? ?\(?\b(?:at|when|since) [a-z] ?[=<>≤≥][^,=]+$", ""),  # 5 at x = 2
+    (r"(?:(?<=[\d)}])|(?<=[-+*\d^]n))(?:,? for | \( ?)[nk] ?[≥>] ?\d ?\)?$", ""),  # 2n+1 for n ≥ 1
+    (r"(?<=[\d})]),? ?\(?\b(?:at|when|since) [a-z] ?[=<>≤≥] ?(?!.*\\end)[-+\w./\\{}^]+\)?$", ""),  # 5 at x = 2
     (r"_\{1, ?2\} ?(?==)", ""),  # x_{1,2} = 1 ± \sqrt2
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 in base 2
     (r"(?:, ?)?\b(?:and|or)\b(?: ?,)?| ?\{, ?\}", ","),
@@ -3522,7 +3531,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\\\\(?:\[[\d.]+\w+\])?", "],["),
     (r"(?<![^=,])([^=,\[\]]{1,24})(\[\[(?:(?!\[\[).)*\]\])$",
      lambda product: re.sub(r"[^\[\],]+", lambda entry: f"{product[1]}({entry[0]})", product[2])),
-    (r"(?i) ?\( ?,? ?(?:≈|=|about|approx|roughly|i\.e\.)[^()]*\)", ""),  # 5/36 (or about 0.139)
+    (r"(?i)(?<=[\w)}!]) ?\( ?,? ?(?:≈|=|about|approx|roughly|i\.e\.)[^()]*\)", ""),  # 5/36 (or about 0.139)
     # relations: x = \sqrt2 ≈ 1.41 is x = \sqrt2, but x_1 ≈ 1.5 is x_1 = 1.5, like Area: 12
     (r"((?:^|=) ?[-+(.]*(?:\d|\\(?:frac|pi|ln|log|arc)|\\?sqrt|e\^)[^=≈,]*)≈[^,]*$", r"\1"),
     (r"≈|(?<=[a-z]{3}) ?: ", "="),
@@ -3662,18 +3671,19 @@ def _is_name(side: str) -> bool:
     rest = re.sub(r"(?<!log)_\{?[\d/,]+\}?|\^\{-1\}(?=\()"
                   r"|\d+ ?(?:[@#]|\\(?:\#|star|ast|o(?:plus|times|dot)|diamond|bowtie|nabla|\w+suit)) ?\d+"
                   r"|(?<=[a-zA-Z})']) ?\(-?[^()+\d-]*\d[^()+-]*\)++(?! ?[\w(\\])", "", side)
-    return not re.search(r"^-|\d", rest) or bool(re.fullmatch(r"\d*[a-z](?: ?[-+] ?\d*[a-z])+ ?", side))
+    digits = r"(?!.*([a-z]).*\1)(?:10+)?[a-hj-z](?: ?\+ ?(?:10+)?[a-hj-z])+ ?"
+    return not re.search(r"^-|\d", rest) or bool(re.fullmatch(digits, side))
 
 
-_CLAUSE = re.compile(  # 2 when y, 2 \\to y
-    r"\d.*(?:(?<![\\a-zA-Z])(?!(?:sin|cos|tan|log|ln|pi|sqrt|exp)\b)[a-z]{2,}|\\(?:to|\w+arrow|implies|iff|land|wedge))"
-    r" ?[a-zA-Z](?:_\{?\w\}?)?$")
+_CLAUSE = re.compile(r"""  # 2 when y, 2 \\to y; not 2 sin x
+    \d.* (?: (?<![\\a-zA-Z]) (?! (?: sin | cos | tan | cot | sec | csc | log | ln | pi | sqrt | exp | of | times )\b )
+        [a-z]{2,}[ ] | \\(?: to | \w+arrow | implies | iff | land | wedge )[ ]? ) [a-zA-Z] (?: _\{?\w\}? )?$""", re.X)
 
 
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, but x^2 = 5 does not; x ≥ 5 agrees with [5, \\infty)."""
     if set(kind) == {"="}:  # not 57+68 > x = 5, nor x = 2 when y = 5, or x = 2 / x = 5
-        again = rf"(?<![a-zA-Z]){re.escape(sides[0])}$" if sides[0] else "$^"
+        again = rf"(?<![a-zA-Z]){re.escape(sides[0])}$" if re.match(r"[\\a-zA-Z]", sides[0]) else "$^"
         if any(_CLAUSE.search(side) or re.search(again, side) for side in sides[1:-1]):
             return False
         if len(sides) == 2 and _DECIMAL.fullmatch(sides[0]) and re.fullmatch("[a-zA-Z]", sides[-1]):  # 5 = x
@@ -3717,10 +3727,9 @@ _UNIT = re.compile(r"""
                 | [a-z]+teen | [a-z]+tie | hundred | thousand )(?:d|th) )
              (?: s | (?! -[a-z] | [ ](?!of\b)[a-z] ) ) ) (?![a-z]) )  # 1 third, but 2 third-graders
         (?: (?: /[ ]? | (?<=\s) a[ ] )?
-            (?: [A-Za-z]{4,} | (?<=[\s/]) (?:day|hr|wk|lb|kg) ) | (?<=[\s(]) [A-Za-z]{3} )
+            (?: [A-Za-zÀ-ɏ]{4,} | (?<=[\s/]) (?:day|hr|wk|lb|kg) ) | (?<=[\s(]) [A-Za-z]{3} )
         | [ckm]?m | [km]?g | gm | m?[lL] | ft | in | mi | yd | (?: lb | hr | min | sec | yr | wk | qt | pt )s?
         | oz | mph | [KMGT]B | USD | of | [APap]\.?[Mm]
-        | [a-z]* (?! [万千百亿半] ) [^\W\d_a-zA-Zα-ωΑ-Ω] [^\W\d]*  # años, 厘米
         | (?<=\s) k? (?: [NJVAWCFsh] | Hz | eV | Pa ) ) (?![A-Za-z])
       (?: [\s.]* \^ \{? -?[23] \}? | [23]
         | [\s./()'-]+ (?: [A-Za-z]{2,} | [ahmsA-Z] ) (?![A-Za-z]) )* [\s.)]*

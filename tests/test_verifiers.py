@@ -71,6 +71,8 @@ from common import SYSTEM_PROMPT, extract_answer, format_reward, is_equivalent, 
     ("The answers are:\n\\[ x = 2 \\]\nor\n\\[ x = 3 \\]", "x = 2 \\]\nor\n\\[ x = 3 \\]"),
     ("Answer: x = 2\nx = 2 is the only root.", "x = 2"), ("Answer: 42\nx = 5", "42"),
     ("The answer is 42.\nx = 5", "42"),
+    ("radius = \\boxed{2}, area = \\boxed{4}", "4"), ("The limit: the answer is does not exist.", "does not exist"),
+    ("Answer: <answer>18", "18"), ("A: 1\nB: 2\n\nA: B", "B"), ("The answer is always true.", "always true"),
     ("A: 10\nB: 12\n\nThe answer is B.", "B"), ("\\boxed{12}\n\n**A: 5**\n**B: 7**", "12"),
     ("The answer is still 5, not 6.", "5"), ("The answer is $\\frac12$, i.e. $0.5$.", "$\\frac12$"),
     ("Final Answer: The final answer is $120.$ I hope it is correct.", "$120"), ("The answer is simply 6.", "6"),
@@ -379,7 +381,10 @@ SAME = [
     ("f(x) = 5 \\text{ at } x = 3", "5"), ("120 (= 5!)", "120"), ("a_n = 2n+1 \\quad (n \\ge 1)", "2n+1"),
     ("100m + n = 517", "517"), ("12\\ \\textbf{(C)}", "C"), ("C (12)", "12"), ("5\\tag{1}", "5"),
     ("\\sqrt{2}:1", "\\sqrt2:1"), ("25 \\frac{\\text{km}}{\\text{h}}", "25 km/h"),
-    ("x=1或x=2", "1, 2"), ("12平方厘米", "12"), ("12 \\text{ años}", "12"),
+    ("x=1或x=2", "1, 2"), ("12 \\text{ años}", "12"), ("5ᵗʰ", "5th"),
+    ("t = 2 \\text{ hours} = 120 \\text{ minutes}", "120"), ("V = 2abc = 60", "60"), ("2 = 4/2 = 2", "2"),
+    ("x = 6/2 \\implies x = 3", "3"), ("A = \\pi r^2\nA = 9\\pi", "9\\pi"), ("n = 48/2 = 24\nn = 24", "24"),
+    ("total = 3*4 = 12\nleft = 12-5 = 7", "7"),
     ("2ⁿ⁺¹", "2^{n+1}"), ("eˣ", "e^x"), ("aₙ = 2n", "a_n = 2n"),
     ("C = 2\\pi r = 6\\pi", "6\\pi"), ("A = \\frac12 b h = 12", "12"),
     ("18\\\\", "18"), ("2^3^2", "512"), ("e^x^2", "e^{x^2}"),
@@ -508,7 +513,11 @@ def test_the_same_answer_written_another_way(a, b):
     ("3 to 5", "3"), ("3 to 5", "5"),
     ("x = 2 \\quad x = 3", "3"), ("a = 2 \\quad b = 3", "3"), ("f(x) = 5 \\text{ at } x = 3", "3"),
     ("x=2 \\wedge y=3", "3"), ("x = 2 \\text{ but } y = 3", "3"), ("x = 2 / x = 3", "3"), ("x = 2\nx = 3", "3"),
-    ("必要不充分条件", "充分不必要条件"), ("3万", "3"), ("2ⁿ", "2n"), ("(−1)ⁿ", "-n"), ("12 (C)", "B"), ("x^2 + y^2 = 25", "25"),
+    ("必要不充分条件", "充分不必要条件"), ("3万", "3"), ("5个半", "5"), ("x^2 when x > 0 and -x^2 otherwise", "x^2"),
+    ("The answer is all real numbers not equal to 2.", "\\text{all real numbers}"), ("3x + 2x = 10", "10"),
+    ("2x + y = 3x + 1", "3x + 1"), ("A (B)", "A"), ("A (not sure)", "A"), ("not 12 (C)", "C"), ("yes for n ≥ 3", "yes"),
+    ("x = 2y, x = 3", "2y"), ("x = 2, x = 3, x = 4", "4"),
+    ("2ⁿ", "2n"), ("(−1)ⁿ", "-n"), ("12 (C)", "B"), ("x^2 + y^2 = 25", "25"),
     ("2^3^2", "64"), ("2x = x", "x"), ("57+68 = x", "125"), ("minus 5", "5"), ("no", "no solution"),
     ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # long units are compared in linear time
 def test_another_answer(a, b):
@@ -516,6 +525,7 @@ def test_another_answer(a, b):
 
 
 HOSTILE = [
+    "\\boxed{1}" + "or" * 9980 + "!\\boxed{2}",
     "9" * 10 ** 6, "1" * 20_000 + "!", "{" * 10 ** 5, "\\boxed{" * 10 ** 4, "<answer>" * 10 ** 4, "\\frac" * 10 ** 4,
     "9^9^9^9", "9**9**9", "10^10^10", "(" * 5000, "1e999999999", "99!!!!!!", "!" * 1000, "x^" * 150, "\\sqrt" * 90,
     "," * 399, "1," * 190,
@@ -658,7 +668,8 @@ def test_no_text_raises_or_takes_long(text):
     ("\\frac34", "\\textbf{(B)}\\ \\frac{3}{4}", "$\\textbf{(B)}\\ \\frac{3}{4}$", True),
     ("y=2x-3", "2x-y=3", "", True), ("2(x+1)", "2x+2", "", True), ("(A) or C", "A and C", "", True),
     ("\\frac13\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1/3\\\\2/3\\end{pmatrix}", "", True),
-    ("y = -x+3", "x+y=3", "Which line?", True), ("m+n = 3+4 = 7", "7", "What is m+n?", True),
+    ("50+75", "a+b=125", "", False), ("y = -x+3", "x+y=3", "Which line?", True),
+    ("m+n = 3+4 = 7", "7", "What is m+n?", True),
     ("x = 57+68", "x = 125", "Solve x = 57+68.", False)])
 def test_the_question_is_no_answer(answer, gold, prompt, worked_out):
     assert is_equivalent(answer, gold) and is_worked_out(answer, gold, prompt) == worked_out
