@@ -3126,7 +3126,7 @@ _MATRIX = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[^$]{,400}?\\end\{\1\}"
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.S | re.I)
 # before a further equation, on a line of its own: x = 2\n- x = 3
 _NEXT = r"(?:[-*•][ ]|[$\s])*+(?:(?:and|or)\b[$\s]*+)?(?:\\[\[(]\s*)?(?=(?:\\[a-zA-Z]+|[a-zA-Z])(?:_\{?\w\}?)?[ ]?=)"
-_LINES = rf"(?:[ ]*(?:\$\$?|\\[\])])?[.,;]?[ ]*\n{_NEXT}(?!.*(?<![\\a-zA-Z])[a-z]{{2,}}(?![a-zA-Z])).+)*"
+_LINES = rf"(?:[ ]*(?:\$\$?|\\[\])])?[,;]?[ ]*\n{_NEXT}(?!.*(?<![\\a-zA-Z])[a-z]{{2,}}(?![a-zA-Z])).+)*"
 _HEADING = re.compile(r"""
     ^[ \t]* (?:
       # "**Answer:** 18", or "# Answer" with 18 on a line below, unless a sentence begins there
@@ -3143,7 +3143,7 @@ _HEADING = re.compile(r"""
       (?! \**(?: (?: Step | Case | Note | Check | Solution | Explanation | Verification | Conclusion )\b
                | \d+[.):][ ]+[A-Za-z] ) )
     ) (?= \**[^\s*]) (?! </?answer> )
-    ( (?: (?! </?answer> ) [^\n=] )* (?: = (?: (?! </?answer> ) . )*""" + _LINES + ")? )", re.X | re.M)
+    ( (?! \W*[a-zA-Z]\w*[ ]?= ) (?: (?! </?answer> ) . )+ | (?: (?! </?answer> ) . )+""" + _LINES + ")", re.X | re.M)
 _LAST_MARK = re.compile(r"(?<=[.!?])[ *]*(?=####[ ]*[^\s#<]{1,30}\s*\Z)"  # So each gets 2 bars. #### 2
                         r"|(?<=[.!?$]) (?=Final Answer: The final answer is )")  # as Minerva's prompt has it
 # balanced braces, up to ten levels
@@ -3163,7 +3163,7 @@ _PHRASE = re.compile(r"""
         | [ ]equals | \**: | [ ]= )
     :? \** \s* (?: \}\s*(?![])}>.]) | (?<=\n)[-•][ ]+ )?
     (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
-    ( (?! .*= ) .*?""" + _STOP + " | .*?" + _STOP + _LINES + ")", re.X | re.I | re.M)
+    ( (?! \W*\\?[a-zA-Z]\w*[ ]?= ) .*?""" + _STOP + " | .*?" + _STOP + _LINES + ")", re.X | re.I | re.M)
 # The total is:\n$$x = 5$$; or She makes $18 a day.
 _UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*"
                             r"(?:[A-Z].*:\s*(?:\\\[|\$\$)\s*(?=\S)|(?=[A-Z].*\d))(.+)", re.M)
@@ -3190,7 +3190,7 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     order of precedence:
 
     1. <answer>18</answer>, \\boxed{18}, `#### 18` (a line, or behind the last sentence), `# Answer` (18 may follow
-       below), `Answer: 18` or `A: 18` (without a `B:`): whichever ends last. They may stand in one another:
+       below), `Answer: 18` or `A: 18` (no `B:` below it): whichever ends last. They may stand in one another:
        <answer>\\boxed{18}</answer>. Boxes with "and" between them, and equations on further lines, are a list.
     2. What follows the last <answer>, though it is never closed: samplers that stop at </answer> cut the tag off.
     3. "The answer is 18." or "the answer: 18" within a line, also one within 1 and 2, or a number after 1 where that
@@ -3207,7 +3207,7 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     text, answer, after = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None, ""
     text = _LAST_MARK.sub("\n", _MATRIX.sub(lambda matrix: matrix[0].replace("\n", " "), text))
     # With B: below, A: is an option, a point or a person.
-    text = re.sub(r"^([* ]*)A(?=\**:.*\n\s*+\**[B-E]\**:)", r"\1(A)", text, flags=re.M)
+    text = re.sub(r"^([* ]*)A(?=\**:.*\n\s*+\**B\**:)", r"\1(A)", text, flags=re.M)
     for _ in range(3):  # marks within marks
         marks = [(mark.end(1), mark[1]) for pattern in (_HEADING, _TAGGED) for mark in pattern.finditer(text)]
         if not (marks := marks + _in_boxes(text)):
@@ -3263,7 +3263,7 @@ def _in_boxes(text: str) -> list[tuple[int, str]]:
             between = _BETWEEN_BOXES.sub("", text[found[-1][0] + 1:box.start()]) if found else ""
             # x_1 = \boxed{1} and x_2 = \boxed{2}
             if re.fullmatch(r"(?:[,;&、或和]|\\q?quad|and|or)++"
-                            r"(?:(?:\\[a-zA-Z]++|[a-z]|[A-Z]{2})(?:_\w)?(?:\(\w\))?=)?", between):
+                            r"(?:(?:\\[a-zA-Z]++|[a-z])(?:_\w)?(?:\(\w\))?=)?", between) and answer != found[-1][1]:
                 answer = f"{found[-1][1]}, {answer}"
             found.append((box.end(1), answer))
     return found
@@ -3336,21 +3336,23 @@ def _pairs(a: str, b: str):
     yield from ((a, x) for x in _readings(b))
 
 
+_CONDITION = re.compile(  # 2n+1 for n ≥ 1, a_n = 2n (n ≥ 1), 5 at x = 2
+    r"(?:(?<=[\d)}])|(?<=[-+*\d^]n))(?:,? for | \( ?)[nk] ?[≥>] ?\d ?\)?$"
+    r"|(?<=[\d})]),? ?\(?\b(?:at|when|since) [a-z] ?[=<>≤≥] ?(?!.*\\end)[-+\w./\\{}^]+\)?$")
+
+
 def _readings(text: str) -> list[str]:
     """What an answer says besides itself: "(D) 5" is D or 5, "7/2, 3.5" either, "The area is 20" is 20, and
     "So, 36 - 15 = 21" ends in 21."""
     if option := _OPTION.fullmatch(text):
         return [option[1], _clean(option[2])]
-    if option := re.fullmatch(r"(?!not )(?=.*(?:\d|[a-z]{4}))([^(),]+) \(([A-J])\)"
+    if option := re.fullmatch(r"(?!not |maybe |either |all |none )(?=.*(?:\d|[a-z]{4}))([^(),]+) \(([A-J])\)"
                               r"|([A-J]) \((?=.*\d)([^(),]+)\)", text):  # 12 (C), C (12)
         return [_clean(part) for part in option.groups() if part]
-    parts = _split(text)[::2]
-    if len(parts) == 2 and _same(*parts):  # 7/2 or 3.5
-        return parts
-    names, values = zip(*((name.split("=")[0].strip(), value) for name, _, value in (p.rpartition("=") for p in parts)))
-    if len(parts) > 1 and len({*names}) == 1 and names[0] and all(  # A = \\pi r^2, A = 4\\pi: the last
-            re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", value) or _same(value, values[-1]) for value in values[:-1]):
-        return parts[-1:]
+    if len(twice := _split(text)[::2]) == 2 and _same(*twice):  # 7/2 or 3.5
+        return twice
+    if condition := _CONDITION.search(text):
+        return [text[:condition.start()]]
     said = [verdict[1]] if (verdict := _VERDICT.fullmatch(text)) else []
     if re.search(r"(?i)\b(?:not|never|cannot|I don't)\b", text):
         return said
@@ -3393,7 +3395,7 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
         if short == long or long.endswith("=" + short) and _is_name(long[:-len(short) - 1]):  # y = x+1 is x+1
             return True
         line = re.match(r"[^=]*[a-zA-Z] ?[-+][^=]*=", meant) and all(  # x + y = 3
-            re.search("[a-z]", side) or _is_plain(side) for side in said.split("="))
+            re.search("[a-z]", side) or side.strip() == "0" for side in said.split("="))
         # a matrix may have a factor in front, which `_clean` has left to work out in its entries
         if re.search(r"\d", meant) and "[[" not in meant and not line and _is_plain(meant) and not _is_plain(said):
             return False
@@ -3442,7 +3444,7 @@ def _bare(text: str) -> str:
 _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
     "": r"\left. \right. \left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \large \Large \LARGE "
         r"\huge \! \( \) \[ \] \$ $ € £ ₹ ¥ \% % ¢",
-    " ": r"\, \: \; \quad \qquad ~ \rm \bf \ ", ",": "; & 、 和", "-": "− – — ‑ ‐", "*": r"\times \cdot × ⋅ ·",
+    " ": r"\, \: \; \quad \qquad ~ \rm \bf \ ", ",": "; & 、", "-": "− – — ‑ ‐", "*": r"\times \cdot × ⋅ ·",
     "/": r"\div ÷ ⁄", "^": "**", "≈": r"\approx", "≤": r"\le \leq \leqslant <=", "≥": r"\ge \geq \geqslant >=",
     "<": r"\lt", ">": r"\gt", "=": r"\equiv ≡", "≠": r"\ne \neq !=", "∈": r"\in", "±": r"\pm", "∓": r"\mp",
     "‹": r"\{ \lbrace", "›": r"\} \rbrace", ":": r"\colon", "∪": r"\cup \bigcup",
@@ -3467,6 +3469,8 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     # symbols: ①③ is ①,③, x₁ is x_{1}; NFKC makes 1 of ①, 1/2 of ½, and up to eighteen characters of others, hence the
     # cut
     (r"[①-⑳](?=[①-⑳])", r"\g<0>,"),
+    (r"(?:^|(?<=\n))(\\?[a-zA-Z]+) ?=[^\n=,]*(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])[^\n=,]*(?:\n|\\\\)\s*+(?=\1 ?=)",
+     ""),  # A = \pi r^2 above A = 4\pi
     (r"[,.;]? ?(?:\\q?quad|\\\\|\n|\\(?:implies|Rightarrow|iff)(?![a-z]) ?)" + _NEXT, ","),  # x = 2 \quad x = 3
     _SUPERSCRIPTS, (r"([₀-₋ₐ-ₜᵢ-ᵥⱼ]+)", r"_{\1}"), (r"([¼½¾⅐-⅞])", r" \1"), (r"[º˚]", "°"),
     (r"(?s)^.+", lambda text: unicodedata.normalize("NFKC", text[0])[:LONGEST_ANSWER]),
@@ -3506,8 +3510,6 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z; but not a clause with the result in it
     (r"(?<=[\w)}\] ])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
     (r"(?<=[\w)}\]]) ?\( ?\w ?∈ ?[NRZ](?: ?[_^] ?\{? ?[*+] ?\}?)? ?\)", ""),
-    (r"(?:(?<=[\d)}])|(?<=[-+*\d^]n))(?:,? for | \( ?)[nk] ?[≥>] ?\d ?\)?$", ""),  # 2n+1 for n ≥ 1
-    (r"(?<=[\d})]),? ?\(?\b(?:at|when|since) [a-z] ?[=<>≤≥] ?(?!.*\\end)[-+\w./\\{}^]+\)?$", ""),  # 5 at x = 2
     (r"_\{1, ?2\} ?(?==)", ""),  # x_{1,2} = 1 ± \sqrt2
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 in base 2
     (r"(?:, ?)?\b(?:and|or)\b(?: ?,)?| ?\{, ?\}", ","),
@@ -3531,7 +3533,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\\\\(?:\[[\d.]+\w+\])?", "],["),
     (r"(?<![^=,])([^=,\[\]]{1,24})(\[\[(?:(?!\[\[).)*\]\])$",
      lambda product: re.sub(r"[^\[\],]+", lambda entry: f"{product[1]}({entry[0]})", product[2])),
-    (r"(?i)(?<=[\w)}!]) ?\( ?,? ?(?:≈|=|about|approx|roughly|i\.e\.)[^()]*\)", ""),  # 5/36 (or about 0.139)
+    (r"(?i)(?<=[\w)}!\]›'|]) ?\( ?,? ?(?:≈|=|about|approx|roughly|i\.e\.)[^()]*\)", ""),  # 5/36 (or about 0.139)
     # relations: x = \sqrt2 ≈ 1.41 is x = \sqrt2, but x_1 ≈ 1.5 is x_1 = 1.5, like Area: 12
     (r"((?:^|=) ?[-+(.]*(?:\d|\\(?:frac|pi|ln|log|arc)|\\?sqrt|e\^)[^=≈,]*)≈[^,]*$", r"\1"),
     (r"≈|(?<=[a-z]{3}) ?: ", "="),
@@ -3675,6 +3677,7 @@ def _is_name(side: str) -> bool:
     return not re.search(r"^-|\d", rest) or bool(re.fullmatch(digits, side))
 
 
+_VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z])")
 _CLAUSE = re.compile(r"""  # 2 when y, 2 \\to y; not 2 sin x
     \d.* (?: (?<![\\a-zA-Z]) (?! (?: sin | cos | tan | cot | sec | csc | log | ln | pi | sqrt | exp | of | times )\b )
         [a-z]{2,}[ ] | \\(?: to | \w+arrow | implies | iff | land | wedge )[ ]? ) [a-zA-Z] (?: _\{?\w\}? )?$""", re.X)
@@ -3683,9 +3686,11 @@ _CLAUSE = re.compile(r"""  # 2 when y, 2 \\to y; not 2 sin x
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, but x^2 = 5 does not; x ≥ 5 agrees with [5, \\infty)."""
     if set(kind) == {"="}:  # not 57+68 > x = 5, nor x = 2 when y = 5, or x = 2 / x = 5
-        again = rf"(?<![a-zA-Z]){re.escape(sides[0])}$" if re.match(r"[\\a-zA-Z]", sides[0]) else "$^"
-        if any(_CLAUSE.search(side) or re.search(again, side) for side in sides[1:-1]):
-            return False
+        for side in sides[1:-1]:
+            value = side.removesuffix(sides[0]).strip(" /],[")
+            again = value != side and re.match(r"[\\a-zA-Z]", sides[0])
+            if _CLAUSE.search(side) or again and not _VARIABLE.search(value) and not _same(value, plain):
+                return False
         if len(sides) == 2 and _DECIMAL.fullmatch(sides[0]) and re.fullmatch("[a-zA-Z]", sides[-1]):  # 5 = x
             sides = sides[::-1]
         is_name = _is_name(sides[0]) or sides[-1].startswith("[[")  # A^{-1} before a matrix
@@ -3772,7 +3777,7 @@ def _split_unit(text: str) -> tuple[str, str]:
     one = r"[a-zA-Z](\s?\^?\{?[23]\}?)?"
     if re.fullmatch(one, found[1]):  # one letter: 5 m^2 and 16\pi m, but 1+3m, 1 + 3 m and x+3 m
         spaced = found[1][0] in "mgL" and text[found.start(1) - 1] == " "
-        numeric = r"(?!.*(?<!t)\d ?[-+] ?[\d.]+$)(?:[^a-zA-Z\\]|\\[a-z]+)*" if spaced else r"[-\d./*^{} ]+"
+        numeric = r"(?!.*(?<!t)(?<!t )\d ?[-+] ?[\d.]+$)(?:[^a-zA-Z\\]|\\[a-z]+)*" if spaced else r"[-\d./*^{} ]+"
         if not re.fullmatch(numeric, number):
             return text, ""
     elif re.fullmatch(rf"{one}( {one})+", found[1]) and not re.fullmatch(
