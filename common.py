@@ -3124,7 +3124,7 @@ LONGEST_LIST, MOST_BITS = 20, 8_000  # items in any order; size of an exact numb
 _BARE_BOX = re.compile(r"\\boxed(?: +|(?=\d))([^\s\\${}]+)")  # \boxed 5, \boxed5
 _MATRIX = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[^$]{,400}?\\end\{\1\}")  # one answer on several lines
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.S | re.I)
-# before a further equation, on a line of its own: x = 2\n- x = 3
+# What stands before a further equation, and lines of such equations, without words: the "- " and all of "\n- x = 3".
 _NEXT = r"(?:[-*•][ ]|[$\s])*+(?:(?:and|or)\b[$\s]*+)?(?:\\[\[(]\s*)?(?=(?:\\[a-zA-Z]+|[a-zA-Z])(?:_\{?\w\}?)?[ ]?=)"
 _LINES = rf"(?:[ ]*(?:\$\$?|\\[\])])?[,;]?[ ]*\n{_NEXT}(?!.*(?<![\\a-zA-Z])[a-z]{{2,}}(?![a-zA-Z])).+)*"
 _HEADING = re.compile(r"""
@@ -3678,7 +3678,7 @@ def _is_name(side: str) -> bool:
 
 
 _VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z])")
-_CLAUSE = re.compile(r"""  # 2 when y, 2 \\to y; not 2 sin x
+_CLAUSE = re.compile(r"""  # 2 when y, 2 \to y; not 2 sin x
     \d.* (?: (?<![\\a-zA-Z]) (?! (?: sin | cos | tan | cot | sec | csc | log | ln | pi | sqrt | exp | of | times )\b )
         [a-z]{2,}[ ] | \\(?: to | \w+arrow | implies | iff | land | wedge )[ ]? ) [a-zA-Z] (?: _\{?\w\}? )?$""", re.X)
 
