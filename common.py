@@ -271,7 +271,7 @@ def sample(model, tokenizer, prompts, group_size: int, max_new_tokens: int, temp
     if len(set(gather_in_order([zlib.crc32(repr(prompts).encode())]))) > 1:  # a checksum is enough
         raise ValueError("sample is collective: every rank must pass the same prompts")
     if min(group_size, max_new_tokens) < 1 or not 0 <= temperature < math.inf:
-        raise ValueError("want a group_size and max_new_tokens of at least 1, and a temperature of at least 0")
+        raise ValueError("want a group_size and max_new_tokens of at least 1, and a temperature from 0 on, finite")
     prompt_ids, prompt_mask, _ = collate(prompts, [[]] * len(prompts), pad_id, device)  # [P, L]
     N = len(prompts) * group_size
     draw = torch.rand if temperature else torch.zeros  # greedy decoding does not move the random state
@@ -3125,6 +3125,7 @@ _BARE_BOX = re.compile(r"\\boxed(?: +|(?=\d))([^\s\\${}]+)")  # \boxed 5, \boxed
 _MATRIX = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[^$]{,400}?\\end\{\1\}")  # one answer on several lines
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.S | re.I)
 # What stands before a further equation, and lines of such equations, without words: the "- " and all of "\n- x = 3".
+# They belong to an answer only if that is an equation itself: x = 2.
 _NEXT = r"(?:[-*•][ ]|[$\s])*+(?:(?:and|or)\b[$\s]*+)?(?:\\[\[(]\s*)?(?=(?:\\[a-zA-Z]+|[a-zA-Z])(?:_\{?\w\}?)?[ ]?=)"
 _LINES = rf"(?:[ ]*(?:\$\$?|\\[\])])?[,;]?[ ]*\n{_NEXT}(?!.*(?<![\\a-zA-Z])[a-z]{{2,}}(?![a-zA-Z])).+)*"
 _HEADING = re.compile(r"""
@@ -3673,8 +3674,8 @@ def _is_name(side: str) -> bool:
     rest = re.sub(r"(?<!log)_\{?[\d/,]+\}?|\^\{-1\}(?=\()"
                   r"|\d+ ?(?:[@#]|\\(?:\#|star|ast|o(?:plus|times|dot)|diamond|bowtie|nabla|\w+suit)) ?\d+"
                   r"|(?<=[a-zA-Z})']) ?\(-?[^()+\d-]*\d[^()+-]*\)++(?! ?[\w(\\])", "", side)
-    digits = r"(?!.*([a-z]).*\1)(?:10+)?[a-hj-z](?: ?\+ ?(?:10+)?[a-hj-z])+ ?"
-    return not re.search(r"^-|\d", rest) or bool(re.fullmatch(digits, side))
+    sum_of_letters = r"(?!.*([a-z]).*\1)(?:10+)?[a-hj-z](?: ?\+ ?(?:10+)?[a-hj-z])+ ?"
+    return not re.search(r"^-|\d", rest) or bool(re.fullmatch(sum_of_letters, side))
 
 
 _VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z])")
