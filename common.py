@@ -1678,9 +1678,8 @@ def retokenize(problems: list[Problem], rollout: Rollout, tokenizer, system_prom
     """A rollout's N sequences in another model's tokens, as `encode_preferences` writes answers, all with an end; if
     whole, with the whole tail that the template writes (`answer_form`)."""
     surplus, lead, tail = answer_form(tokenizer)
-    of_rows = [row_prompt(problem.row) for problem in problems]
-    # `problem.prompt` has messages as the policy's template wrote them.
-    prompts = [prompt if isinstance(prompt, list) else problem.prompt for prompt, problem in zip(of_rows, problems)]
+    # Messages from the row: `problem.prompt` has them as the policy's template wrote them.
+    prompts = [prompt if isinstance(prompt := row_prompt(p.row), list) else p.prompt for p in problems]
     if tokenizer.chat_template and not system_prompt:  # not by default, which would ask the template to think
         system_prompt = SYSTEM_PROMPT
     rendered = [render_prompt(prompt, tokenizer, system_prompt, surplus=surplus) for prompt in prompts]
