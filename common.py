@@ -2559,9 +2559,8 @@ def fuse_norms(model):
 
     def forward(norm, hidden):  # [..., H] -> [..., H]
         return F.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
-    llama = body(LlamaRMSNorm)
     for module in model.modules():
-        if llama and body(type(module)) == llama:
+        if body(type(module)) == body(LlamaRMSNorm):
             module.forward = types.MethodType(forward, module)
 
 
