@@ -3058,9 +3058,8 @@ def build_tiny_model(data: str) -> str:
     start at once, each may train a model; the first to finish is kept.
     """
     digits = arithmetic_digits(data) if is_built_in(data) else 2
-    parts = (arithmetic_rows, worked_answer, tiny_tokenizer, train_tiny_model)
-    recipe = [*map(inspect.getsource, parts), digits, TINY_VOCABULARY, TINY_CONTEXT, torch.__version__,
-              transformers.__version__]
+    recipe = [*map(inspect.getsource, (arithmetic_rows, worked_answer, tiny_tokenizer, train_tiny_model)), digits,
+              TINY_VOCABULARY, TINY_CONTEXT, torch.__version__, transformers.__version__]
     directory = Path("runs") / f"tiny-{hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]}"
 
     def fill(folder):
