@@ -1415,17 +1415,16 @@ def prompt_and_answers(row: dict) -> tuple:
     best first. A malformed row raises ValueError."""
     prompt, answers, scores = row_prompt(row), [row.get("chosen"), row.get("rejected")], None
     if not all(answers) and row.get("responses"):
-        answers, scores = row["responses"], row.get("scores")
+        answers, scores = row["responses"] if isinstance(row["responses"], list) else [], row.get("scores")
         unread = [name for name, value in row.items()
                   if isinstance(value, list) and re.search("scor|rating|rank|reward|label|prefer", name)
                   or is_number(value) and name in ("label", "preference", "choice", "best", "winner")]
         if scores is None and unread:
             raise ValueError(f"{unread[0]} beside responses: want scores, higher for better ones, or responses that "
                              "stand best first and nothing else that could order them")
-    talks = [answer for answer in answers if isinstance(answer, list) and answer] if isinstance(answers, list) else []
-    if any(isinstance(turns[-1], dict) and turns[-1].get("tool_calls") for turns in talks):
+    if any(isinstance(a, list) and a and isinstance(a[-1], dict) and a[-1].get("tool_calls") for a in answers):
         raise ValueError("an answer has tool_calls, which are not read: want text in its content")
-    if not isinstance(answers, list) or len(answers) < 2 or not all(map(is_prompt, answers)):
+    if len(answers) < 2 or not all(map(is_prompt, answers)):
         raise ValueError("want chosen and rejected, or a list of responses: two or more, text or messages; it "
                          f"has {list(row)!r:.200}")
     if prompt is not None and not is_prompt(prompt):
