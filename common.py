@@ -2228,13 +2228,11 @@ class Run:
                                  "or the whole tensor (common.unsharded)")
         # A tuple is saved as one object. Of a dict, `dcp` would save each value, with its key made a string.
         state = {"run": json.dumps(same), "position": self.data.position, "extra": filled, "rest_of_extra": (rest,),
-                 "bad_steps": self.bad_steps, "updates": {},
+                 "bad_steps": self.bad_steps,
+                 "updates": {name: schedule.last_epoch for name, (*_, schedule) in self.trained.items()},
                  "random": torch.get_rng_state(),  # these three are the same on every rank
                  "random_of_python": random.getstate(), "random_of_numpy": np.random.get_state()}
-        for name, (model, optimizer, schedule) in self.trained.items():
-            state["updates"][name] = schedule.last_epoch
-            if self.next_step == 0:
-                continue  # the models are as they were loaded
+        for name, (model, optimizer, _) in self.trained.items() if self.next_step else []:  # at 0, they are as loaded
             state[name] = model.state_dict()  # before named_parameters: FSDP puts its shards back in place here
             state[f"{name}_optimizer"] = moments = {}
             for key, parameter in model.named_parameters():
