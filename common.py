@@ -28,6 +28,7 @@ import ctypes
 import datetime
 import difflib
 import fcntl
+import fnmatch
 import functools
 import gzip
 import hashlib
@@ -995,11 +996,11 @@ def read_rows(data: str, split: str) -> list[tuple[dict, str]]:
     elif kind := re.search(r"\.(parquet|csv)$", data):
         raise UserError(f"{data}: want JSON lines; datasets.load_dataset({kind[1]!r}, data_files={data!r}, "
                         "split='train').to_json('rows.jsonl') makes them of it")
-    elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.isfile(data):
+    elif re.search(r"\.jsonl?(\.gz)?$", data) or os.path.exists(data) and not os.path.isdir(data):  # or a pipe
         rows = list(read_json_lines(data))
     else:
         name, config, own_split = (data.split(":", 2) + [None, None])[:3]  # a split may be train[:1000]
-        with one_line_errors(f"{data}: no such file, and no hub dataset that loads (those need pip install datasets)"):
+        with one_line_errors(f"{data}: no file, and no hub dataset that loads (those need pip install datasets)"):
             import datasets
             loaded = datasets.load_dataset(name, config, split=own_split or ("test" if split == "eval" else split))
             rows = [(row, f"{data} row {i}") for i, row in enumerate(loaded, 1)]
@@ -1044,8 +1045,9 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
                 row = {**row, "prompt": prompt_and_answers(row)[0]}
         prompt, verl = row_prompt(row), row.get("reward_model")
         if not is_prompt(prompt):
-            raise UserError(f"{place}: want a prompt (text, or messages with role and content) under prompt, "
-                            f"question or problem; it has {list(row)!r:.200}")
+            found = f"it has {list(row)!r:.200}" if prompt is None else f"not {prompt!r:.200}"
+            raise UserError(f"{place}: want a prompt (text, or messages with role and content, which are text) under "
+                            f"prompt, question or problem; {found}")
         found = []
         for value in (*map(row.get, ANSWERS), verl.get("ground_truth") if isinstance(verl, dict) else None):
             if type(value) in (str, int) and str(value).strip():  # no bool
@@ -1131,11 +1133,13 @@ def apply_template(tokenizer, messages: list[dict], **kwargs) -> str:
     # `datasets` writes null for a key that other rows have. Some templates look only whether the key is there.
     messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
     text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **kwargs)
-    for m in messages:
-        longest = max(re.findall(r"\w+", m["content"]), key=len, default="")
+    asked = [m for m in messages if m["role"] != "assistant"]
+    for m in asked:
+        longest = sorted(re.findall(r"\w+", m["content"]), key=len, reverse=True)[:1]
         # SmolLM3's takes its switch "/think" out of system messages, and so breaks SYSTEM_PROMPT's "</think>".
-        words = m["content"].split() if m["content"] == SYSTEM_PROMPT else [longest]
-        if m["role"] != "assistant" and not all(word in text for word in words):
+        words = m["content"].split() if m["content"] == SYSTEM_PROMPT else longest
+        # As often as in all messages: the system prompt may have a word of the question's.
+        if any(text.count(word) < sum(other["content"].count(word) for other in asked) for word in words):
             raise ValueError(f"it leaves out the message of role {m['role']}")
     return text
 
@@ -1186,7 +1190,7 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
         except Exception as error:  # templates are programs
             problem = error
     raise UserError(f"{tokenizer.name_or_path}: the chat template refuses a prompt: {problem} "
-                    f"({messages[-1]['content'][-80:]!r})") from problem
+                    f"({ways[0][-1]['content'][-80:]!r})") from problem
 
 
 def answer_form(tokenizer) -> tuple[str, str, list[int]]:
@@ -1425,8 +1429,9 @@ def prompt_and_answers(row: dict) -> tuple:
     if any(isinstance(a, list) and a and isinstance(a[-1], dict) and a[-1].get("tool_calls") for a in answers):
         raise ValueError("an answer has tool_calls, which are not read: want text in its content")
     if len(answers) < 2 or not all(map(is_prompt, answers)):
-        raise ValueError("want chosen and rejected, or a list of responses: two or more, text or messages; it "
-                         f"has {list(row)!r:.200}")
+        found = f"not {answers!r:.200}" if any(answers) else f"it has {list(row)!r:.200}"
+        raise ValueError("want chosen and rejected, or a list of responses: two or more, text or messages (role and "
+                         f"content, which are text); {found}")
     if prompt is not None and not is_prompt(prompt):
         raise ValueError("want a prompt (text, or messages with role and content)")
     if all(isinstance(answer, list) for answer in answers):
@@ -1915,6 +1920,9 @@ class Run:
             script, flags = saved.get("script"), saved.get("flags")  # a model's config.json has neither
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             raise UserError(f"--output_dir {directory}: {existing} is a file or write-protected")
+        for parent in directory.absolute().parents:
+            if (parent / "metrics.jsonl").exists() and self.replaces(parent, directory):
+                raise UserError(f"--output_dir {directory}: is in what the run in {parent} writes, and may remove")
         held = [name for name in self.WRITES if any(directory.glob(name))]
         if held and not isinstance(flags, dict):
             raise UserError(f"--output_dir {directory}: holds {held[0]}, but no run that could have written it; "
@@ -1929,14 +1937,24 @@ class Run:
                 if name not in self.MAY_CHANGE and before != self.flags.get(name):
                     raise UserError(f"--resume: --{name} was {before!r} and is now {self.flags.get(name)!r}; "
                                     "that would be a different run")
+            if cfg.lr_schedule != "constant" and flags.get("steps") != cfg.steps:
+                say_once(f"--resume: --steps was {flags.get('steps')}: from here on, --lr_schedule {cfg.lr_schedule} "
+                         f"has the learning rates of a run of {cfg.steps} steps")
         elif held and not cfg.overwrite:
             resume = "--resume continues it, " if self.checkpoints() and script == self.script else ""
             raise UserError(f"--output_dir {directory}: holds a run already; {resume}--overwrite replaces it, another "
                             "--output_dir leaves it alone")
         elif held:
-            for needed in (cfg.model, getattr(cfg, "reward", "")):
-                if os.path.isdir(needed) and Path(needed).resolve().is_relative_to(directory.resolve()):
+            reward = getattr(cfg, "reward", "")
+            for needed in (cfg.model, cfg.data, cfg.eval_data, getattr(cfg, "eval_problems", ""), reward,
+                           reward.rpartition(":")[0]):
+                if os.path.exists(needed) and self.replaces(directory, needed):
                     raise UserError(f"--overwrite: {needed} is, or is in, the run that would be replaced")
+
+    def replaces(self, directory: Path, path) -> bool:
+        """Whether `path` is one of the `WRITES` of a run in `directory`, or is in one."""
+        relative = os.path.relpath(Path(path).resolve(), directory.resolve())
+        return any(fnmatch.fnmatch(f"{relative}/", f"{name}/*") for name in self.WRITES)
 
     def write_config(self):
         """Write config.json. With --overwrite, first remove the `WRITES` of the earlier run."""
@@ -2829,7 +2847,7 @@ def parse_config(Config, args: list[str]):
             for setting in fields(Config):  # by YAML's rules `off` and `no` are False, but here --thinking may be off
                 if setting.type is not bool and settings.get(setting.name) is not None:
                     settings[setting.name] = typed[setting.name]
-            args = [f"--{name}" if value is True and str(name).startswith("no_")  # such a flag takes no value
+            args = [f"--{name}" if value is True and re.match("no[_-]", str(name))  # such a flag takes no value
                     else f"--{name}={value}" for name, value in settings.items() if value is not None] + args[1:]
     try:
         cfg, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)

@@ -872,6 +872,9 @@ def test_a_template_that_leaves_out_a_message():
     assert common.render_prompt("one\ntwo", tokenizer, "none") == ('"one\\ntwo",', True)
     with pytest.raises(common.UserError, match="leaves out the message of role human"):
         common.render_prompt([{"role": "human", "content": "1"}], tokenizer, "none")
+    tokenizer.chat_template = tokenizer.chat_template.replace("('user'", "('system', 'user'")  # which has the 1 as well
+    with pytest.raises(common.UserError, match=r"leaves out the message of role human \('1'\)"):
+        common.render_prompt([{"role": "human", "content": "1"}], tokenizer, "1+1")
 
 
 def test_a_template_that_cuts_the_default_system_prompt():

@@ -327,6 +327,11 @@ def test_overwrite_removes_runs_alone_and_never_the_model_that_it_starts_from(fa
     assert "holds config.json, but no run" in fails("--output_dir", str(tmp_path / "run" / "model"), "--overwrite")
     write(tmp_path / "run" / "config.json", '{"flags": {}}')
     assert "is in, the run that would be replaced" in fails(*flags)
+    samples = write(tmp_path / "run" / "samples.jsonl", GOOD_ROW)
+    (tmp_path / "run" / "models" / "step-1").mkdir(parents=True)
+    reward = write(tmp_path / "run" / "models" / "step-1" / "reward.py", "")
+    for name, value in ("--data", samples), ("--eval_data", samples), ("--reward", f"{reward}:f"):
+        assert "is in, the run that would be replaced" in fails(name, str(value), *flags[2:])
     (tmp_path / "none").mkdir()
     write(tmp_path / "none" / "config.json", '{"flags": {}}')  # and no checkpoint
     assert "holds a run already; --overwrite replaces it" in fails("--output_dir", str(tmp_path / "none"))
@@ -334,6 +339,13 @@ def test_overwrite_removes_runs_alone_and_never_the_model_that_it_starts_from(fa
     write(tmp_path / "none" / "config.json", '{"script": "ppo.py", "flags": {}}')
     assert "holds a run already; --overwrite replaces it" in fails("--output_dir", str(tmp_path / "none"))
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_a_run_within_what_another_run_writes_is_refused(fails, tmp_path):
+    """The outer one replaces its model/ at its end, and models/step-N if it repeats step N."""
+    write(tmp_path / "metrics.jsonl", "")
+    for inner in "model/rl", "models/step-1/rl", "checkpoint":
+        assert f"is in what the run in {tmp_path} writes" in fails("--output_dir", str(tmp_path / inner))
 
 
 def test_a_directory_that_is_no_model(fails, tmp_path):
@@ -630,7 +642,8 @@ def test_a_run_made_longer_has_the_rates_of_its_new_length(schedule, rates, tmp_
     flags = ["--prompts_per_step", 2, "--group_size", 2, "--max_new_tokens", 4, "--lr", 4e-4, "--lr_schedule", schedule,
              "--output_dir", tmp_path, *on_few_problems(tmp_path)]
     for more in ["--steps", 2], ["--steps", 4, "--resume"]:
-        run_script("grpo.py", *flags, *more)
+        said = run_script("grpo.py", *flags, *more)
+        assert ("learning rates of a run of 4 steps" in said) == ("--resume" in more and schedule == "linear")
     assert [metrics["lr"] for metrics in read_metrics(tmp_path)[1:]] == pytest.approx([rate * 1e-4 for rate in rates])
 
 
