@@ -3155,7 +3155,7 @@ _HEADING = re.compile(r"""
       [ \t]* (?: (?: \\\[ | \$\$ ) \s* )?
       (?! \**(?: (?: Step | Case | Note | Check | Solution | Explanation | Verification | Conclusion )\b
                | \d+[.):][ ]+[A-Za-z] ) )
-    ) (?= \**[^\s*]) (?! </?answer> )
+    ) (?= \**[^\s*])
     ( (?! \W*[a-zA-Z]\w*[ ]?= ) (?: (?! </?answer> ) . )+ | (?: (?! </?answer> ) . )+""" + _LINES + ")", re.X | re.M)
 _LAST_MARK = re.compile(r"(?<=[.!?])[ *]*(?=####[ ]*[^\s#<]{1,30}\s*\Z)"  # So each gets 2 bars. #### 2
                         r"|(?<=[.!?$]) (?=Final Answer: The final answer is )")  # as Minerva's prompt has it
@@ -3174,7 +3174,7 @@ _PHRASE = re.compile(r"""
         (?: [ ](?: simply | just | indeed | actually | only | then | thus | therefore | still | also
               | again | always(?=[ ]\W*\d) | now | clearly | equal[ ]to | given[ ]by | found[ ]to[ ]be ) \b ,? )?
         | [ ]equals | \**: | [ ]= )
-    :? \** \s* (?: \}\s*(?![])}>.]) | (?<=\n)[-•][ ]+ )?
+    :? \** \s* (?: \}\s* | (?<=\n)[-•][ ]+ )?
     (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
     ( (?! \W*\\?[a-zA-Z]\w*[ ]?= ) .*?""" + _STOP + " | .*?" + _STOP + _LINES + ")", re.X | re.I | re.M)
 # The total is:\n$$x = 5$$; or She makes $18 a day.
@@ -3289,18 +3289,18 @@ def format_reward(text) -> float:
     return float(once and bool(re.fullmatch(r"<think>.*</think>\s*<answer>.*</answer>", text, re.S)))
 
 
-_DECIMAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\.\d+)", re.ASCII)
+_DECIMAL = re.compile(r"-?(?:\d+|\d*\.\d+)", re.ASCII)
 # A choice together with what it stands for: (D) 5, D. Vitamin D, C. Both A and B; not (A) B, (A) or B, nor (A) 5, (B) 6
 _OPTION = re.compile(r"""
     [(\[]? [ ]? ([A-J]) [ ]? [)\].:]+ (?: [ ] | (?=[\d\\] | (?<=\)) [A-Z]?[a-z]{2}) ) (?: (?= (?i: both | neither )\b )
-        | (?! [ ]*, | (?: (?:.*\W)? , \W* )? [A-J]\W*$ | (?:.*\W)? [A-J][).:\]] ) ) (.+)""", re.X)
+        | (?! , | (?: (?:.*\W)? , \W* )? [A-J]\W*$ | (?:.*\W)? [A-J][).:\]] ) ) (.+)""", re.X)
 _VERDICT = re.compile(  # Yes, it converges; not "Yes, if n is odd"
     r"(yes|no|true|false)[,.] (?!.*\b(?:but|or|if|unless|yes|no|true|false)\b).+", re.I)
 _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; nothing that may change the number
     (?! All[ ] | .*[ ][-/][ ] | .*n't[ ] | .*(?<![\w'])(?: [bB]ut | minus | negative
         | than(?=[ ]-?\d) | most | least | half | twice | double | triple | none | dozen | pi | sqrt | log | mod
         | [b-zB-HJ-Z] )\b )
-    (?: (?:[A-Z][\w'.-]*|the)[ ]?,?[ ] )+ [a-z']+[ ]?,?[ ] (?: [\w ',.:/-] | (?<=[a-z]{2})\^ )*
+    (?: (?:[A-Z][\w'.-]*|the)[ ]?,?[ ] )+ [a-z']+,?[ ] (?: [\w ',.:/-] | (?<=[a-z]{2})\^ )*
     """, re.X)
 # The area is 12\pi; The remainder when 10 is divided by 3 is 1
 _STATEMENT = re.compile(r"(?!(?:.* (?:is(?! divided)|are|equals) ){2})[A-Z][^=]* (?:is|are|equals) (.+)")
@@ -3351,7 +3351,7 @@ def _pairs(a: str, b: str):
 
 _CONDITION = re.compile(  # 2n+1 for n ≥ 1, a_n = 2n (n ≥ 1), 5 at x = 2
     r"(?:(?<=[\d)}])|(?<=[-+*\d^]n))(?:,? for | \( ?)[nk] ?[≥>] ?\d ?\)?$"
-    r"|(?<=[\d})]),? ?\(?\b(?:at|when|since) [a-z] ?[=<>≤≥] ?(?!.*\\end)[-+\w./\\{}^]+\)?$")
+    r"|(?<=[\d})]),? ?\(?\b(?:at|when|since) [a-z] ?[=<>≤≥] ?[-+\w./\\{}^]+\)?$")
 
 
 def _readings(text: str) -> list[str]:
@@ -3381,7 +3381,7 @@ _FORMULA = re.compile(r"[\w)}][-+*/^][-.\w({\\]|\\[a-z]")  # 1/2, x+1, x^-1, \sq
 _FRACTION = re.compile(r"\\frac(?:\{(\w+)\}|(\w))(?:\{(\w+)\}|(\w))")  # \frac{1}{2}, \frac12
 _PLAIN = re.compile(r"""  # a number as `_clean` leaves it, with nothing left to work out but a power
     [-+({\[]* (?: \\?inf(?:ty|inity)?
-    | (?: \d*\. )? \d+ (?: [eE][+-]?\d+ | (?: \*\{?10\}? (?=\^) )? \}?\^[({]*[-+]?\d+ | :00 )?      # 5, 2^5, 3*10^6
+    | (?: \d*\. )? \d+ (?: [eE][+-]?\d+ | (?: \*\{?10 )? \}?\^[({]*[-+]?\d+ | :00 )?      # 5, 2^5, 3*10^6
     | (?P<fraction> (?: [\d.]+∔ )? (?: \\frac\{[-+({]*\d+[)}]+\{[-+({]* | \d+[)}]?/[({]?-? ) \d+ )  # 1/2, (2∔1/2)
     ) [)}\]]*""", re.X)
 
@@ -3451,7 +3451,7 @@ def _bare(text: str) -> str:
     text = re.sub(*_SUPERSCRIPTS, re.sub(*_SYMBOLS, text[-LONGEST_COMPLETION:]))
     text = unicodedata.normalize("NFKC", text)  # （ is (
     text = re.sub(r"\s", "", text[-LONGEST_COMPLETION:])
-    return re.sub(r"\\text|\^\{?\\circ\}?|\\degrees?|°|(?<=\d)(?:st|nd|rd|th)(?![a-z])", "", text)
+    return re.sub(r"\\text|\^\{?\\circ\}?|\\degrees?|°", "", text)
 
 
 _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
@@ -3484,20 +3484,20 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"[①-⑳](?=[①-⑳])", r"\g<0>,"),
     (r"(?:^|(?<=\n))(\\?[a-zA-Z]+) ?=[^\n=,]*(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])[^\n=,]*(?:\n|\\\\)\s*+(?=\1 ?=)",
      ""),  # A = \pi r^2 above A = 4\pi
-    (r"[,.;]? ?(?:\\q?quad|\\\\|\n|\\(?:implies|Rightarrow|iff)(?![a-z]) ?)" + _NEXT, ","),  # x = 2 \quad x = 3
+    (r"[,.;]? ?(?:\n|\\(?:q?quad|\\|implies|Rightarrow|iff))" + _NEXT, ","),  # x = 2 \quad x = 3
     _SUPERSCRIPTS, (r"([₀-₋ₐ-ₜᵢ-ᵥⱼ]+)", r"_{\1}"), (r"([¼½¾⅐-⅞])", r" \1"), (r"[º˚]", "°"),
-    (r"(?s)^.+", lambda text: unicodedata.normalize("NFKC", text[0])[:LONGEST_ANSWER]),
+    (r"(?s).+", lambda text: unicodedata.normalize("NFKC", text[0])[:LONGEST_ANSWER]),
     (_MARKS, ""),
     _SYMBOLS,
     (r"\\(?:text ?\{ ?)?(arc)?(c?)tg(?![a-z])(?: ?\})? ?",  # \tg x
      lambda name: rf"\{name[1] or ''}{'cot' if name[2] else 'tan'} "),
     # degrees are left out, but not in \sin 30^\circ
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?|\bdegrees? (?=[CFK])", "°"),
-    (r"(?<!arc)((?:sin|cos|tan|cot|sec|csc)(?: ?\^ ?\{?\d\}?)? ?)(\([^()]*\)|\{[^{}]*\}|\d+(?:\.\d+)? ?°)",
+    (r"((?:sin|cos|tan|cot|sec|csc)(?: ?\^ ?\{?\d\}?)? ?)(\([^()]*\)|\{[^{}]*\}|\d+(?:\.\d+)? ?°)",
      lambda angle: f"{angle[1]}({angle[2]})".replace("°", r"*\pi/180")),
     (r"°", " "),
     *[(rf"\\text\s*\{{({_BRACED})\}}", r" \1 ")] * 2,  # \mathbf{5\text{ cm}}
-    (r"(?<![a-zA-Z^}_])\{(log|[a-zA-Z](?:_\d)?)\}(?= ?[_=])", r"\1"),  # {x}_{1}, {x_1} = 2
+    (r"(?<![a-zA-Z^}_])\{(log|[a-zA-Z](?:_\d)?)\}", r"\1"),  # {x}_{1}, {x_1} = 2
     (r"\{ ?([-+:]) ?\}|(?<=.)\{ ?\}|\\(?:(?:text)?color|tag|[hv]space) ?\{\w+\}", r"\1"),
     (r"\s+", " "), (r"^ |[ .\\]+$", ""), (r"^([A-J]) ?\)$", r"\1"),  # A) is A
     (r"\{([^{}]*)\\(over|choose)(?![a-z])([^{}]*)\}",
@@ -3507,8 +3507,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r" ?(?:\\p?mod ?\{? ?|\( ?\\?b?mod )(\d+) ?[})]?", r" mod\1"),
     (r"(?<=\d) (?::|(?i:to)) (?=\d)", ":"), (r"\b0(?=\d:\d\d)", ""),
     # no solutions and S = {} are \emptyset, five and x = five 5, minus 5 is -5
-    (r"(?i)^(?:there (?:is|are) )?no (?:real )?solutions?$|(?:^|(?<=[=∈]) ?)(?:(?:the )?empty set|‹ ?›)$",
-     r"\\emptyset"),
+    (r"(?i)^(?:there (?:is|are) )?no (?:real )?solutions?$|(?:(?:the )?empty set|‹ ?›)$", r"\\emptyset"),
     (rf"(?ia)(?:^|(?<==) ?)({'|'.join(_NUMBER_WORDS)})$", lambda word: str(_NUMBER_WORDS.index(word[1].lower()))),
     (r"(?i)^(?:minus|negative) (?=[.\d])", "-"),
     # words: 12^{th} is 12, 2 million is 2*10^6, 8 square feet is 8 feet^2; about 45 and so, 45 are 45; an ellipse
@@ -3521,7 +3520,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
      r"|exactly|roughly|given by|option|choice|letter|(?:an?|the)(?= [a-z-]{5,}(?: [a-z]{4,})*$)) "
      r"|(?:USD?|Rs(?: ?\.(?= )|\.)?) ?(?=-?\.?\d))", ""),
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z; but not a clause with the result in it
-    (r"(?<=[\w)}\] ])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
+    (r"[, ]+(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
     (r"(?<=[\w)}\]]) ?\( ?\w ?∈ ?[NRZ](?: ?[_^] ?\{? ?[*+] ?\}?)? ?\)", ""),
     (r"_\{1, ?2\} ?(?==)", ""),  # x_{1,2} = 1 ± \sqrt2
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 in base 2
@@ -3693,7 +3692,7 @@ def _is_name(side: str) -> bool:
 _VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z])")
 _CLAUSE = re.compile(r"""  # 2 when y, 2 \to y; not 2 sin x
     \d.* (?: (?<![\\a-zA-Z]) (?! (?: sin | cos | tan | cot | sec | csc | log | ln | pi | sqrt | exp | of | times )\b )
-        [a-z]{2,}[ ] | \\(?: to | \w+arrow | implies | iff | land | wedge )[ ]? ) [a-zA-Z] (?: _\{?\w\}? )?$""", re.X)
+        [a-z]{2,}[ ] | \\(?: to | \w+arrow | land | wedge )[ ]? ) [a-zA-Z] (?: _\{?\w\}? )?$""", re.X)
 
 
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
@@ -3844,7 +3843,7 @@ _SIGNS = set(r"\to \rightarrow \Rightarrow \implies \setminus \backslash \subset
              r" \bmod \neg \lnot".split())
 _INDEX = r"_(?:\w|\\[a-z]+|\{[^{}]*\})"
 _TOKEN = re.compile(rf"""
-    \d+ (?:\.\d*)? (?: [eE][+-]?\d{{1,2}}(?!\d) )? | \.\d+      # 12, 1.5, 1.5e3, .5
+    \d+ (?:\.\d*)? (?: [eE][+-]?\d{{1,2}} )? | \.\d+      # 12, 1.5, 1.5e3, .5
     | [a-zA-Z]{_INDEX}                                          # x_1, v_{{max}}
     | \\(?:overline|hat|vec|dot)[ ]?(?:\{{[^{{}}]*\}}|\w) (?:{_INDEX})?        # \overline{{A}}, \vec v
     | \\?(?:{"|".join(sorted(_KNOWN))}) (?![a-zA-Z])             # sin or \sin
