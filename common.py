@@ -3451,7 +3451,7 @@ def _bare(text: str) -> str:
     text = re.sub(*_SUPERSCRIPTS, re.sub(*_SYMBOLS, text[-LONGEST_COMPLETION:]))
     text = unicodedata.normalize("NFKC", text)  # （ is (
     text = re.sub(r"\s", "", text[-LONGEST_COMPLETION:])
-    return re.sub(r"\\text|\^\{?\\circ\}?|\\degrees?|°", "", text)
+    return re.sub(r"\\text|\^\{?\\circ\}?|°", "", text)
 
 
 _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
@@ -3466,7 +3466,7 @@ _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency an
     "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"
               r" \boldsymbol \bm \mathit \mathsf \textsf \texttt \emph \underline",
     "\\ldots ": r"... \dots \cdots", "\\overline": r"\bar", "\\epsilon": r"\varepsilon", "\\phi": r"\varphi",
-    "\\log": r"\lg", "\\vec": r"\overrightarrow", "\\beta ": "β", "\\lambda ": "λ",
+    "\\log": r"\lg", "\\vec": r"\overrightarrow", "\\beta ": "β", "\\lambda ": "λ", "°": r"\degree \degrees",
     "\\emptyset": r"\varnothing ∅", "\\infty ": "∞", "\\sqrt ": "√", "\\pi ": "π", "\\theta ": "θ", "\\alpha ": "α"}
 _SPELLINGS = {typed: ours for ours, ways in _TYPED.items() for typed in ways.split()}
 _SYMBOLS = (  # whatever may be such a key; x_1!=2, but not 4!=24
@@ -3492,7 +3492,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"\\(?:text ?\{ ?)?(arc)?(c?)tg(?![a-z])(?: ?\})? ?",  # \tg x
      lambda name: rf"\{name[1] or ''}{'cot' if name[2] else 'tan'} "),
     # degrees are left out, but not in \sin 30^\circ
-    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?|\bdegrees? (?=[CFK])", "°"),
+    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\bdegrees? (?=[CFK])", "°"),
     (r"((?:sin|cos|tan|cot|sec|csc)(?: ?\^ ?\{?\d\}?)? ?)(\([^()]*\)|\{[^{}]*\}|\d+(?:\.\d+)? ?°)",
      lambda angle: f"{angle[1]}({angle[2]})".replace("°", r"*\pi/180")),
     (r"°", " "),
@@ -3568,12 +3568,12 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?<=[)\]]) ?U ?(?=[(\[])", "∪"),
     # formulas: |x| is \abs (x), \frac12 is \frac{1}{2}
     (r"\|([^|]+)\|", r"(\\abs (\1))"),
-    (r"(?<=[a-zA-Z])(\^(?:\w|\{[^{}]*\}))(_(?:\w|\{[^{}]*\}))", r"\2\1"),  # v^2_0 is v_0^2
+    (r"(\^(?:\w|\{[^{}]*\}))(_(?:\w|\{[^{}]*\}))", r"\2\1"),  # v^2_0 is v_0^2
     (r"\\(frac|binom|log_|overline) ?(\w)", r"\\\1{\2}"), (r"(\\(?:frac|binom)\{[^{}]*\}) ?(\w)", r"\1{\2}"),
     # 2 1/2 and 2\frac{1}{2} are (2∔1/2), 0.1\overline{6} is (0.10∔6/90), 1.5 x 10^3 is 1.5*10^3
     # and 4 x 10 = 40 is 4*10 = 40; but 3 x 4 inches is a size
     (r"(?<![\w.^)}])(\d+)(?: (\d+/\d+)| ?(\\frac\{\d+\}\{\d+\}))", r"(\1∔\2\3)"),
-    (r"(?<=\d)\.\((\d+)\)", r".\\overline{\1}"),  # 0.(3)
+    (r"\.\((\d+)\)", r".\\overline{\1}"),  # 0.(3)
     (r"(\d*)\.(\d*) ?\\(?:overline|dot)\{(\d+)\}",
      lambda d: f"({d[1]}.{d[2]}0∔{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
     (r"(?<=\d) ?x ?(?=10\^)|(?<=\d) x (?=\.?\d[^,]*=)", "*"),
