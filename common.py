@@ -3557,11 +3557,10 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"^(?:[‹{] ?\\?\w+ ?(?:∈ ?R ?)?[|:] ?(.*[<>≤≥≠].*)[›}]|\(([^(),]*[=<>≤≥≠][^(),]*)\))$", r"\1\2"),
     # x ≠ 2, x ≠ 3 is R \setminus {2,3}, which is (-\infty,2)∪(2,3)∪(3,\infty)
     (r"^([a-z]) ?≠([^=<>≤≥]*,[^=<>≤≥]*)$", lambda out: f"R\\setminus ‹{re.sub(f' ?{out[1]} ?≠', '', out[2])}›"),
-    # x ≠ 0, x ≥ -1 is x ≥ -1, x ≠ 0, which is [-1,0)∪(0,\infty)
+    # x ≠ 0, x ≥ -1 is x ≥ -1, x ≠ 0, which is x > 0, 0 > x ≥ -1
     (r"^(([a-z]) ?≠[^=<>≤≥≠,]+), ?(\2 ?[<>≤≥][^=<>≤≥≠,]+)$", r"\3, \1"),
-    (r"^([a-z]) ?([<>≤≥])([^=<>≤≥≠,]+), ?\1 ?≠([^=<>≤≥≠,]+)$", lambda part:
-     f"{'[' if part[2] == '≥' else '('}{part[3]},{part[4]})∪({part[4]},\\infty )" if part[2] in ">≥"
-     else f"(-\\infty ,{part[4]})∪({part[4]},{part[3]}{']' if part[2] == '≤' else ')'}"),
+    (r"^([a-z]) ?([<≤][^=<>≤≥≠,]+), ?\1 ?≠([^=<>≤≥≠,]+)$", r"\1 < \3, \3 < \1 \2"),
+    (r"^([a-z]) ?([>≥][^=<>≤≥≠,]+), ?\1 ?≠([^=<>≤≥≠,]+)$", r"\1 > \3, \3 > \1 \2"),
     (r"^(?:R|[Aa]ll real numbers) ?(?:\\setminus|\\backslash|-|except) ?‹([^‹›]*)›$",
      lambda out: "∪".join(f"({a},{b})" for a, b in itertools.pairwise(["-\\infty ", *out[1].split(","), "\\infty "]))),
     (r"^(?:R|(?:[Tt]he set of )?[Aa]ll real numbers)$", r"(-\\infty ,\\infty )"),

@@ -416,6 +416,8 @@ SAME = [
     ("the total cost is $20", "20"), ("He paints 20 square feet a day", "20"), ("The roots are 1 and 2.", "1, 2"),
     ("The sum equals $2\\pi$", "2\\pi"), ("She used 1/2 + 1/4 = 3/4 cup of sugar", "3/4"),
     ("So he has 1200+600=1800 square feet of rooms", "1800"), ("C. Neither A nor B", "C"), ("False, it is 5", "false"),
+    ("She has 5 left. So it is enough.", "5"), ("\\varphi", "\\phi"), ("λ = 3", "\\lambda=3"), ("5 AM", "5:00 a.m."),
+    ("x<2, x \\ne 1", "x<1 \\text{ or } 1<x<2"), ("x>0 \\text{ and } x \\ne 1", "(0,1)\\cup(1,\\infty)"),
     ("\\sqrt5(y-n)^2", "\\sqrt5y^2-2\\sqrt5yn+\\sqrt5n^2")]  # y and n stand for close numbers: the terms nearly cancel
 
 
@@ -550,7 +552,10 @@ def test_the_same_answer_written_another_way(a, b):
     ("2^3^2", "64"), ("2x = x", "x"), ("57+68 = x", "125"), ("minus 5", "5"), ("no", "no solution"),
     ("x = 2 \\to y = 3", "3"), ("x = 2 \\Rightarrow y = 3", "3"), ("x = 2 \\land y = 3", "3"), ("(A) and 5", "A"),
     ("So the line is 3x - 2 = 10", "10"), ("Yes, unless n is odd", "yes"), ("True, or false", "true"),
-    ("Yes, but only once", "yes"), ("3 tenths", "3"), ("3 hundredths", "3"), ("2 halves", "2"), ("3 cubed", "3"),
+    ("x+1 \\ne 3", "(-\\infty,3)\\cup(3,\\infty)"), ("1 < x < 2 < 3", "(1,2)"), ("2 < x = 3", "(2,3)"),
+    ("P(A) = e^{-40}", "P(A) = e^{-50}"), ("e^{-50x}", "0"), ("20!", "2432902008176640001"),
+    ("\\cot^{-1} x", "\\tan x"), ("Yes, but only once", "yes"),
+    ("3 tenths", "3"), ("3 hundredths", "3"), ("2 halves", "2"), ("3 cubed", "3"),
     ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # long units are compared in linear time
 def test_another_answer(a, b):
     assert not is_equivalent(a, b) and not is_equivalent(b, a)
@@ -703,6 +708,7 @@ def test_no_text_raises_or_takes_long(text):
     ("50+75", "a+b=125", "", False), ("y = -x+3", "x+y=3", "Which line?", True),
     ("m+n = 3+4 = 7", "7", "What is m+n?", True),
     ("x = 57+68", "x = 125", "Solve x = 57+68.", False), ("(-\\infty, 2)", "x<2", "", True),
+    ("\\{57+68\\}", "\\{125\\}", "", False), ("(x+1)^2", "x^2+2x+1", "Expand $\\left(x+1\\right)^2$.", False),
     ("1/2", "0.5", "Write $\\frac12$ as a decimal.", False),
     ("\\tan 60°", "\\sqrt3", "Compute $\\tan 60^\\circ$.", False)])
 def test_the_question_is_no_answer(answer, gold, prompt, worked_out):
