@@ -3172,7 +3172,7 @@ _PHRASE = re.compile(r"""
     (?: ,?[ ](?: \( | (?: to | in | as | expressed | rounded )[ ] ) [^\n:=]{,50} )?
     (?: [ ](?: is | are | (?:should|must|would|will)[ ]be )
         (?: [ ](?: simply | just | indeed | actually | only | then | thus | therefore | still | also
-              | again | always(?=[ ]\W*\d) | now | clearly | equal[ ]to | given[ ]by | found[ ]to[ ]be ) \b ,? )?
+              | again | now | clearly | equal[ ]to | given[ ]by | found[ ]to[ ]be ) \b ,? )?
         | [ ]equals | \**: | [ ]= )
     :? \** \s* (?: \}\s* | (?<=\n)[-•][ ]+ )?
     (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
@@ -3351,7 +3351,7 @@ def _pairs(a: str, b: str):
 
 _CONDITION = re.compile(  # 2n+1 for n ≥ 1, a_n = 2n (n ≥ 1), 5 at x = 2
     r"(?:(?<=[\d)}])|(?<=[-+*\d^]n))(?:,? for | \( ?)[nk] ?[≥>] ?\d ?\)?$"
-    r"|(?<=[\d})]),? ?\(?\b(?:at|when|since) [a-z] ?[=<>≤≥] ?[-+\w./\\{}^]+\)?$")
+    r"|(?<=[\d})]),? ?\(?\b(?:at|when) [a-z] ?[=<>≤≥] ?[-+\w./\\{}^]+\)?$")
 
 
 def _readings(text: str) -> list[str]:
@@ -3471,7 +3471,7 @@ _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency an
 _SPELLINGS = {typed: ours for ours, ways in _TYPED.items() for typed in ways.split()}
 _SYMBOLS = (  # whatever may be such a key; x_1!=2, but not 4!=24
     re.compile(r"\\(?:left|right)\.|\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>]="
-               r"|(?:(?<!\d)|(?<=[_^]\d)|(?<=\b[a-z]\d))!=|[$%~;&]|[^\x00-\x7f]"),
+               r"|(?:(?<!\d)|(?<=[_^]\d))!=|[$%~;&]|[^\x00-\x7f]"),
     lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0]))
 _SUPERSCRIPTS = re.compile("([⁰¹²³ⁱ⁴-⁻ⁿʰʳˢˣʸᵃ-ᵛ]+)"), r"^{\1}"  # x² is x^{2}
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?!,?\d|(?<= \d{3})/\d)")
@@ -3689,9 +3689,8 @@ def _is_name(side: str) -> bool:
 
 
 _VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z])")
-_CLAUSE = re.compile(r"""  # 2 when y, 2 \to y; not 2 sin x
-    \d.* (?: (?<![\\a-zA-Z]) (?! (?: sin | cos | tan | cot | sec | csc | log | ln | pi | sqrt | exp | of | times )\b )
-        [a-z]{2,}[ ] | \\(?: to | \w+arrow | land | wedge )[ ]? ) [a-zA-Z] (?: _\{?\w\}? )?$""", re.X)
+_CLAUSE = re.compile(  # 2 when y, 2 \to y; not 2 pi r
+    r"\d.*(?:(?<![\\a-zA-Z])(?!(?:of|pi|times)\b)[a-z]{2,} |\\(?:to|\w+arrow|land|wedge) ?)[a-zA-Z](?:_\{?\w\}?)?$")
 
 
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
@@ -3792,7 +3791,7 @@ def _split_unit(text: str) -> tuple[str, str]:
         if not re.fullmatch(numeric, number):
             return text, ""
     elif re.fullmatch(rf"{one}( {one})+", found[1]) and not re.fullmatch(
-            r"[AJNVW] [hms](\s?\^?\{?2\}?)?|V A|C m|m K", found[1]):  # a product, like m R^2, but not N m
+            r"[AJNVW] [hms](\s?\^?\{?2\}?)?|V A", found[1]):  # a product, like m R^2, but not N m
         return text, ""
     unit = found[1].lower().replace(".", "").replace("tre", "ter")  # 2 metres
     unit = re.sub("[a-z]+", lambda word: _UNITS.get(word[0], word[0]), unit)

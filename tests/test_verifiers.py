@@ -416,6 +416,7 @@ SAME = [
     ("the total cost is $20", "20"), ("He paints 20 square feet a day", "20"), ("The roots are 1 and 2.", "1, 2"),
     ("The sum equals $2\\pi$", "2\\pi"), ("She used 1/2 + 1/4 = 3/4 cup of sugar", "3/4"),
     ("So he has 1200+600=1800 square feet of rooms", "1800"), ("C. Neither A nor B", "C"), ("False, it is 5", "false"),
+    ("C = 2 pi r = 6 pi", "6\\pi"), ("y = \\frac23 \\text{ times } x = 12", "12"),
     ("She has 5 left. So it is enough.", "5"), ("\\varphi", "\\phi"), ("λ = 3", "\\lambda=3"), ("5 AM", "5:00 a.m."),
     ("x<2, x \\ne 1", "x<1 \\text{ or } 1<x<2"), ("x>0 \\text{ and } x \\ne 1", "(0,1)\\cup(1,\\infty)"),
     ("\\sqrt5(y-n)^2", "\\sqrt5y^2-2\\sqrt5yn+\\sqrt5n^2")]  # y and n stand for close numbers: the terms nearly cancel
