@@ -3837,8 +3837,7 @@ _FUNCTIONS = {name: getattr(cmath, name) for name in "sin cos tan sinh cosh tanh
     "sec": lambda x: 1 / cmath.cos(x), "csc": lambda x: 1 / cmath.sin(x), "cot": lambda x: 1 / cmath.tan(x)}
 _KNOWN = {*_FUNCTIONS, *_CONSTANTS, *_OF_TWO, "sqrt"}
 # no letters: what stands on their two sides may not change places
-_SIGNS = set(r"\to \rightarrow \Rightarrow \implies \setminus \backslash \subset \subseteq \supset \supseteq \circ"
-             r" \bmod \neg \lnot".split())
+_SIGNS = re.compile(r"\\(?:to|\w*arrow|mapsto|implies|setminus|backslash|su[bp]set(?:eq)?|circ|bmod|neg|lnot|ll|gg)")
 _INDEX = r"_(?:\w|\\[a-z]+|\{[^{}]*\})"
 _TOKEN = re.compile(rf"""
     \d+ (?:\.\d*)? (?: [eE][+-]?\d{{1,2}} )? | \.\d+      # 12, 1.5, 1.5e3, .5
@@ -3910,7 +3909,7 @@ def _value(words: list[str], modulus: int):
         if token in _FUNCTIONS:  # \log_2 8, \sin^2 x
             base = atom() if accept("_") else 10
             exponent = atom() if accept("^") else 1
-            if exponent == -1 and f"arc{token}" in _FUNCTIONS:  # \tan^{-1} 2 is \arctan 2, not \cot 2
+            if exponent == -1:  # \tan^{-1} 2 is \arctan 2, not \cot 2; nor is \sec^{-1} 2 \cos 2
                 token, exponent = f"arc{token}", 1
             bracketed = tokens[-1] in _CLOSING
             value = atom() if tokens[-1] in ("(", "[") else read(2)  # \sin(x)^2 is the square of a sine
@@ -3920,7 +3919,7 @@ def _value(words: list[str], modulus: int):
             return (_FUNCTIONS[token](complex(value)) / cmath.log10(base)) ** exponent  # log10(10) is 1
         if token in _CONSTANTS:
             return _CONSTANTS[token]
-        if re.match(r"[a-zA-Zα-ωΑ-Ω](?:_|$)", token) or token[0] == "\\" and token not in _SIGNS:
+        if re.match(r"[a-zA-Zα-ωΑ-Ω](?:_|$)", token) or token[0] == "\\" and not _SIGNS.fullmatch(token):
             letters.append(token)
             name = re.sub(r"[\\{} ]", "", token).encode()
             # A power, for a + d is not b + c. From 1 to 4.3: beside e^{5x} no constant is rounded away, and few x - 2

@@ -243,6 +243,9 @@ SAME = [
     ("5 mg", "5 milligrams"),
     # other spellings, and symbols that are compared as text
     ("6 \\div 4", "3/2"), ("x \\lt 3", "3 \\gt x"), ("x \\neq 2", "2 \\ne x"), ("(1;2)", "(1,2)"), ("∞", "\\infty"),
+    ("6 ÷ 4", "3/2"), ("2 · 3", "6"), ("5 — 3", "2"), ("\\tfrac12", "\\cfrac{1}{2}"), ("\\tbinom52", "10"),
+    ("\\lvert-5\\rvert", "5"), ("\\vert -5\\vert", "5"), ("\\lbrace 1,2 \\rbrace", "\\{1,2\\}"), ("x ≡ 3", "x = 3"),
+    ("x=1 \\vee x=2", "1,2"), ("x=1 ∨ x=2", "1,2"), ("∅", "\\{\\}"), ("1,\\dots,n", "1,...,n"), ("1,\\cdots,n", "1, ..., n"),
     ("2⅓", "7/3"), ("1¾", "\\frac74"), ("½+¼", "3/4"), ("⅔", "2/3"), ("\\dbinom{5}{2}", "10"), ("f\\colon 3", "f:3"),
     ("⊢7", "⊢ 7"), ("3 thousand", "3000"), ("2·3", "6"), ("2⋅3", "6"),
     ("€5", "5"), ("£5", "5"), ("3 – 5", "-2"), ("x \\geq 2", "[2,\\infty)"), ("x \\leqslant 2", "(-\\infty,2]"),
@@ -417,6 +420,7 @@ SAME = [
     ("The sum equals $2\\pi$", "2\\pi"), ("She used 1/2 + 1/4 = 3/4 cup of sugar", "3/4"),
     ("So he has 1200+600=1800 square feet of rooms", "1800"), ("C. Neither A nor B", "C"), ("False, it is 5", "false"),
     ("C = 2 pi r = 6 pi", "6\\pi"), ("y = \\frac23 \\text{ times } x = 12", "12"),
+    ("\\ln{2}x", "x\\ln 2"), ("\\sin x(x+1)", "(x+1)\\sin x"), ("\\operatorname{arcctg} x", "\\cot^{-1} x"),
     ("She has 5 left. So it is enough.", "5"), ("\\varphi", "\\phi"), ("λ = 3", "\\lambda=3"), ("5 AM", "5:00 a.m."),
     ("x<2, x \\ne 1", "x<1 \\text{ or } 1<x<2"), ("x>0 \\text{ and } x \\ne 1", "(0,1)\\cup(1,\\infty)"),
     ("\\sqrt5(y-n)^2", "\\sqrt5y^2-2\\sqrt5yn+\\sqrt5n^2")]  # y and n stand for close numbers: the terms nearly cancel
@@ -555,8 +559,8 @@ def test_the_same_answer_written_another_way(a, b):
     ("So the line is 3x - 2 = 10", "10"), ("Yes, unless n is odd", "yes"), ("True, or false", "true"),
     ("x+1 \\ne 3", "(-\\infty,3)\\cup(3,\\infty)"), ("1 < x < 2 < 3", "(1,2)"), ("2 < x = 3", "(2,3)"),
     ("P(A) = e^{-40}", "P(A) = e^{-50}"), ("e^{-50x}", "0"), ("20!", "2432902008176640001"),
-    ("\\cot^{-1} x", "\\tan x"), ("Yes, but only once", "yes"),
-    ("3 tenths", "3"), ("3 hundredths", "3"), ("2 halves", "2"), ("3 cubed", "3"),
+    ("(2+3", "5"), ("|2x|+1", "|3x|+1"), ("\\sec^{-1} x", "\\cos x"), ("\\cot^{-1} x", "\\tan x"),
+    ("Yes, but only once", "yes"), ("3 tenths", "3"), ("3 hundredths", "3"), ("2 halves", "2"), ("3 cubed", "3"),
     ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # long units are compared in linear time
 def test_another_answer(a, b):
     assert not is_equivalent(a, b) and not is_equivalent(b, a)
@@ -716,6 +720,12 @@ def test_the_question_is_no_answer(answer, gold, prompt, worked_out):
     assert is_equivalent(answer, gold) and is_worked_out(answer, gold, prompt) == worked_out
 
 
+@pytest.mark.parametrize("sign", "to rightarrow Rightarrow implies setminus backslash subset subseteq supset "
+                         "supseteq circ bmod neg lnot leftarrow Leftarrow longrightarrow mapsto ll gg".split())
+def test_what_stands_beside_these_signs_keeps_its_place(sign):
+    assert not is_equivalent(f"p \\{sign} q", f"q \\{sign} p")
+
+
 @pytest.mark.parametrize("text, reward", [
     ("<think>a</think><answer>b</answer>", 1.0), (" <think>\n</think> \n<answer>b</answer>\n", 1.0),
     ("<think>a</think> so <answer>b</answer>", 0.0), ("<think>a</think><answer>b</answer>.", 0.0),
@@ -767,6 +777,8 @@ def test_sizes_of_brackets_change_nothing(size):
     *(f"\\{size} 1,234" for size in ("displaystyle", "large", "Large", "LARGE", "huge")),
     *(f"{sign}1,234" for sign in ("\\$", "$", "€", "£", "₹", "¥")),
     "1,234\\%", "1,234%", "1234¢", "\\(1234\\)", "\\[1234\\]",
+    *(f"\\{font}{{1234}}" for font in (
+        "textrm", "textit", "texttt", "mathit", "mathsf", "mathcal", "emph", "bm", "underline")),
     *(f"1{space}234" for space in ("\\,", "\\:", "\\;", "~", "{,}", "\\!")), "\\quad 1234", "\\qquad 1234"])
 def test_ways_to_write_a_number(typed):
     assert is_equivalent(typed, "1234") and not is_equivalent(typed, "1235")
