@@ -3512,7 +3512,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?i)^(?:minus|negative) (?=[.\d])", "-"),
     # words: 12^{th} is 12, 2 million is 2*10^6, 8 square feet is 8 feet^2; about 45 and so, 45 are 45; an ellipse
     (r"(?<=\d) ?\^? ?\{? ?(?:st|nd|rd|th)\b ?\}?", " "),
-    (r"(?<=\d) ?([Hh]undred|[Tt]housand|(?:[Mm]|[Bb]|[Tt]r)illion)\b",
+    (r"(?<=\d) ?([Hh]undred|[Tt]housand|(?:[Mm]|[Bb]|[Tt]r)illion)s?\b",
      lambda times: "*10^" + {"hu": "2", "th": "3", "mi": "6", "bi": "9", "tr": "12"}[times[1][:2].lower()]),
     (r"\\frac\{ ?([a-z]{4,}|km) ?\}\{ ?([a-z]{4,}|h) ?\}", r"\1/\2"),
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
