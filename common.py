@@ -3449,9 +3449,8 @@ def _is_plain(text: str) -> bool:
 def _bare(text: str) -> str:
     """"$57\\,+\\,68^\\circ$" -> "57+68": each symbol in one spelling, and no spaces."""
     text = re.sub(*_SUPERSCRIPTS, re.sub(*_SYMBOLS, text[-LONGEST_COMPLETION:]))
-    text = unicodedata.normalize("NFKC", text)  # （ is (
-    text = re.sub(r"\s", "", text[-LONGEST_COMPLETION:])
-    return re.sub(r"\\text|\^\{?\\circ\}?|°", "", text)
+    text = unicodedata.normalize("NFKC", text)[-LONGEST_COMPLETION:]  # （ is (
+    return re.sub(r"\s|\\text|\^\s*\{?\s*\\circ\s*\}?|°", "", text)
 
 
 _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
@@ -3528,8 +3527,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"[({]([\dA-F]\w*)[)}] ?(?=_[\d{])| ?\(? ?\b(?:in )?base (\d+) ?\)?", lambda base: base[1] or f"_{base[2]}"),
     # \begin{cases} x = 1 \\ y = 2 \end{cases} is x = 1, y = 2; of 1 & n = 1 \\ n & n > 1 each row is a pair
     (r"(?:‹ ?|(?=\\begin\{(?:aligned|gathered)))\\begin\{(array|aligned|gathered|\w?matrix)\}(?:\{[clr|]*\})?"
-     r"((?:(?!\\end|‹).)*)\\end\{\1\}(?![^‹]*›)",
-     r"\\begin{cases}\2\\end{cases}"),
+     r"((?:(?!\\end|‹).)*)\\end\{\1\}(?![^‹]*›)", r"\\begin{cases}\2\\end{cases}"),
     (r"\\begin\{cases\}((?:(?!\\end\{cases).)*)\\end\{cases\}", lambda system: ",".join(
         re.sub(r"^([^,=]*),(?:[ ,]|(?:if|when|for)\b)*(?:\(([^()]*)\)|(.+))$", r"(\1,\2\3)", row.strip(" ,."))
         for row in re.sub(", ?(?==)", "", system[1]).split("\\\\") if row.strip())),
