@@ -3158,7 +3158,7 @@ _HEADING = re.compile(r"""
     ) (?= \**[^\s*])
     ( (?! \W*[a-zA-Z]\w*[ ]?= ) (?: (?! </?answer> ) . )+ | (?: (?! </?answer> ) . )+""" + _LINES + ")", re.X | re.M)
 _LAST_MARK = re.compile(r"(?<=[.!?])[ *]*(?=####[ ]*[^\s#<]{1,30}\s*\Z)"  # So each gets 2 bars. #### 2
-                        r"|(?<=[.!?$]) (?=Final Answer: The final answer is )")  # as Minerva's prompt has it
+                        r"| (?=Final Answer: The final answer is )")  # as Minerva's prompt has it
 # balanced braces, up to ten levels
 _BRACED = functools.reduce(lambda inner, _: rf"(?:[^{{}}\\]++|\\[{{}}]?|\{{{inner}\}})*+", range(10), "")
 _BOX = re.compile(rf"\\f?box(?:ed)?\s*\{{({_BRACED})\}}")
@@ -3488,7 +3488,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?s).+", lambda text: unicodedata.normalize("NFKC", text[0])[:LONGEST_ANSWER]),
     (_MARKS, ""),
     _SYMBOLS,
-    (r"\\(?:text ?\{ ?)?(arc)?(c?)tg(?![a-z])(?: ?\})? ?",  # \tg x
+    (r"\\(?:text ?\{ ?)?(arc)?(c?)tg(?: ?\})? ?",  # \tg x
      lambda name: rf"\{name[1] or ''}{'cot' if name[2] else 'tan'} "),
     # degrees are left out, but not in \sin 30^\circ
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\bdegrees? (?=[CFK])", "°"),

@@ -125,6 +125,8 @@ def test_the_last_answer_is_extracted(text, answer):
     ("She makes 18 per day. 😊\n\nLet me know if you have 2 more questions!", "18"), ("He has 5 t-shirts.", "5"),
     ("So she has 7. I hope it is correct.", "7"), ("It is 1.5 million.", "1.5 million"), ("So x = 2 or x = 3.", "2, 3"),
     ("$$a + b = c + d$$\n" * 20 + "$$\n\\pi\n$$", "\\pi"), ("Hence it is \\(x = 5\\).", "x = 5"),
+    ("She **pays 5** twice. So she pays 10.", "10"), ("**Total 5**\nSo it is 10.", "10"),
+    ("**Step 3**: It is 18.", "18"),
     ("So it is *5*.<|im_end|>\n", "5")])
 def test_the_last_sentence_has_the_answer_but_not_in_training(text, answer):
     assert extract_answer(text) == answer and extract_answer(text, closed_only=True) in (None, "5")
@@ -422,7 +424,9 @@ SAME = [
     ("So he has 1200+600=1800 square feet of rooms", "1800"), ("C. Neither A nor B", "C"), ("False, it is 5", "false"),
     ("C = 2 pi r = 6 pi", "6\\pi"), ("y = \\frac23 \\text{ times } x = 12", "12"),
     ("\\ln{2}x", "x\\ln 2"), ("\\sin x(x+1)", "(x+1)\\sin x"), ("\\operatorname{arcctg} x", "\\cot^{-1} x"),
-    ("She has 5 left. So it is enough.", "5"), ("\\varphi", "\\phi"), ("λ = 3", "\\lambda=3"), ("5 AM", "5:00 a.m."),
+    ("\\begin{cases}x=1 \\\\ y=2\\end{cases} \\text{ or } \\begin{cases}x=2 \\\\ y=1\\end{cases}", "(1,2),(2,1)"),
+    ("{\\overline x}", "\\overline{x}"), ("She has 5 left. So it is enough.", "5"),
+    ("\\varphi", "\\phi"), ("λ = 3", "\\lambda=3"), ("5 AM", "5:00 a.m."),
     ("x<2, x \\ne 1", "x<1 \\text{ or } 1<x<2"), ("x>0 \\text{ and } x \\ne 1", "(0,1)\\cup(1,\\infty)"),
     ("\\sqrt5(y-n)^2", "\\sqrt5y^2-2\\sqrt5yn+\\sqrt5n^2")]  # y and n stand for close numbers: the terms nearly cancel
 
