@@ -3462,7 +3462,7 @@ _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency an
     "‹": r"\{ \lbrace", "›": r"\} \rbrace", ":": r"\colon", "∪": r"\cup \bigcup",
     "|": r"\vert \lvert \rvert \mid", " or ": r"\lor \vee ∨ 或", "(": r"\langle", ")": r"\rangle", "'": "’",
     "\\frac": r"\dfrac \tfrac \cfrac \nicefrac \sfrac", "\\binom": r"\dbinom \tbinom",
-    "\\text": r"\mathrm \mathbf \mathbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"
+    "\\text": r"\mathrm \mathbf \mathbb \Bbb \textbf \textit \textrm \textnormal \mbox \operatorname \mathcal"
               r" \boldsymbol \bm \mathit \mathsf \textsf \texttt \emph \underline",
     "\\ldots ": r"... \dots \cdots", "\\overline": r"\bar", "\\epsilon": r"\varepsilon", "\\phi": r"\varphi",
     "\\log": r"\lg", "\\vec": r"\overrightarrow", "\\beta ": "β", "\\lambda ": "λ", "°": r"\degree \degrees",
@@ -3495,7 +3495,8 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"((?:sin|cos|tan|cot|sec|csc)(?: ?\^ ?\{?\d\}?)? ?)(\([^()]*\)|\{[^{}]*\}|\d+(?:\.\d+)? ?°)",
      lambda angle: f"{angle[1]}({angle[2]})".replace("°", r"*\pi/180")),
     (r"°", " "),
-    *[(rf"\\text\s*\{{({_BRACED})\}}", r" \1 ")] * 2,  # \mathbf{5\text{ cm}}
+    # \mathbf{5\text{ cm}}, \mathbb R
+    *[(rf"\\text\s*(?:\{{({_BRACED})\}}|([a-zA-Z])(?![a-zA-Z]))", r" \1\2 ")] * 2,
     (r"(?<![a-zA-Z^}_])\{(log|[a-zA-Z](?:_\d)?)\}", r"\1"),  # {x}_{1}, {x_1} = 2
     (r"\{ ?([-+:]) ?\}|(?<=.)\{ ?\}|\\(?:(?:text)?color|tag|[hv]space) ?\{\w+\}", r"\1"),
     (r"\s+", " "), (r"^ |[ .\\]+$", ""), (r"^([A-J]) ?\)$", r"\1"),  # A) is A
@@ -3511,7 +3512,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(?i)^(?:minus|negative) (?=[.\d])", "-"),
     # words: 12^{th} is 12, 2 million is 2*10^6, 8 square feet is 8 feet^2; about 45 and so, 45 are 45; an ellipse
     (r"(?<=\d) ?\^? ?\{? ?(?:st|nd|rd|th)\b ?\}?", " "),
-    (r"(?<=\d) ?([Hh]undred|[Tt]housand|(?:[Mm]|[Bb]|[Tt]r)illion)s?\b",
+    (r"(?:(?<=\d)|(?<=undred)) ?([Hh]undred|[Tt]housand|(?:[Mm]|[Bb]|[Tt]r)illion)s?\b",
      lambda times: "*10^" + {"hu": "2", "th": "3", "mi": "6", "bi": "9", "tr": "12"}[times[1][:2].lower()]),
     (r"\\frac\{ ?([a-z]{4,}|km) ?\}\{ ?([a-z]{4,}|h) ?\}", r"\1/\2"),
     (r"\b(square|sq\.?|cubic|cu\.?) (\w+)", lambda unit: unit[2] + ("^2" if unit[1][0] == "s" else "^3")),
@@ -3687,8 +3688,9 @@ def _is_name(side: str) -> bool:
 
 
 _VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z])")
-_CLAUSE = re.compile(  # 2 when y, 2 \to y; not 2 pi r
-    r"\d.*(?:(?<![\\a-zA-Z])(?!(?:of|pi|times)\b)[a-z]{2,} |\\(?:to|\w+arrow|land|wedge) ?)[a-zA-Z](?:_\{?\w\}?)?$")
+_CLAUSE = re.compile(r"""  # 2 when y, 2 \to y; not 2 sin x cos x
+    \d.* (?: (?<![\\a-zA-Z]) (?! (?: sin | cos | tan | cot | sec | csc | log | ln | pi | sqrt | exp | of | times )\b )
+        [a-z]{2,}[ ] | \\(?: to | \w+arrow | land | wedge )[ ]? ) [a-zA-Z] (?: _\{?\w\}? )?$""", re.X)
 
 
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
@@ -3721,7 +3723,7 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
     names = {a[0], b[0]}
     if depth and kind == "=" and {re.sub(r"_\{?\d\}?$", "", name) for name in names} < names:
         return _same(a[1], b[1], depth)  # of x_1 = 2, x_2 = 3 the first is x = 2
-    if a[0] == b[0]:  # x - e^{-40} and x - e^{-50} are equal after rounding
+    if a[0] == b[0] != "0":  # x - e^{-40} and x - e^{-50} are equal after rounding
         return False
     gaps, others = (_values(f"({sides[0]})-({sides[1]})") for sides in (a, b))
     if len(a) > 2 or gaps[0] in (0, gaps[1]) or others[0] in (0, others[1]):  # no letter: 1 = 2, 3 = 5

@@ -486,7 +486,8 @@ def trl(args, script: str, minibatches: int = 1, updates: int = 1, kl: float = 0
         micro_batches = next(n for n in range(min(wanted, rows), rows + 1) if rows % n == 0)  # all of one size
 
         def reward(completions, answer, **_):
-            return [float(common.is_equivalent(common.extract_answer(c), a)) for c, a in zip(completions, answer)]
+            said = [common.extract_answer(completion, closed_only=True) for completion in completions]  # as ours has it
+            return list(map(float, map(common.is_equivalent, said, answer)))
         kind, extra, data = library.GRPOTrainer, {"reward_funcs": reward}, common.arithmetic_rows(2, "train")
         config = library.GRPOConfig(**trl_arguments(
             args, per_device_train_batch_size=rows // micro_batches,
@@ -539,7 +540,7 @@ def race(args, who: str, seconds: float = 20.0, samples: int = 4) -> dict:
     rows = common.arithmetic_rows(2, "eval")
     torch.manual_seed(0)
     drawn = common.sample(kept[-1], tokenizer, [row["prompt"] for row in rows], samples, 40)
-    right = [common.is_equivalent(common.extract_answer(text), rows[i // samples]["answer"])
+    right = [common.is_equivalent(common.extract_answer(text, closed_only=True), rows[i // samples]["answer"])
              for i, text in enumerate(drawn.completions)]
     return {"sampled_accuracy": sum(right) / len(right), "steps": len(clock.times) - 1}
 

@@ -249,6 +249,8 @@ SAME = [
     ("\\lvert-5\\rvert", "5"), ("\\vert -5\\vert", "5"), ("\\lbrace 1,2 \\rbrace", "\\{1,2\\}"), ("x ≡ 3", "x = 3"),
     ("x=1 \\vee x=2", "1,2"), ("x=1 ∨ x=2", "1,2"), ("∅", "\\{\\}"), ("1,\\dots,n", "1,...,n"),
     ("1,\\cdots,n", "1, ..., n"), ("5 millions", "5000000"), ("3 hundreds", "300"),
+    ("2 hundred thousand", "200000"), ("\\mathbb R", "\\mathbb{R}"), ("\\mathbf v", "v"), ("\\Bbb Z", "\\mathbb{Z}"),
+    ("0 = x - 3y", "0 = 2x - 6y"), ("y = 2 sin x cos x = sin 2x", "\\sin 2x"),
     ("2⅓", "7/3"), ("1¾", "\\frac74"), ("½+¼", "3/4"), ("⅔", "2/3"), ("\\dbinom{5}{2}", "10"), ("f\\colon 3", "f:3"),
     ("⊢7", "⊢ 7"), ("3 thousand", "3000"), ("2·3", "6"), ("2⋅3", "6"),
     ("€5", "5"), ("£5", "5"), ("3 – 5", "-2"), ("x \\geq 2", "[2,\\infty)"), ("x \\leqslant 2", "(-\\infty,2]"),
@@ -566,6 +568,7 @@ def test_the_same_answer_written_another_way(a, b):
     ("P(A) = e^{-40}", "P(A) = e^{-50}"), ("e^{-50x}", "0"), ("20!", "2432902008176640001"),
     ("(2+3", "5"), ("|2x|+1", "|3x|+1"), ("\\sec^{-1} x", "\\cos x"), ("\\cot^{-1} x", "\\tan x"),
     ("Yes, but only once", "yes"), ("5 millions", "5"), ("3 hundreds", "3"),
+    ("2 hundred thousand", "200"), ("\\mathbb R", "\\mathbb N"),
     ("3 tenths", "3"), ("3 hundredths", "3"), ("2 halves", "2"), ("3 cubed", "3"),
     ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # long units are compared in linear time
 def test_another_answer(a, b):
