@@ -629,9 +629,9 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     input_ids, attention_mask: [B, L+T], with left-padded prompts and right-padded completions. Returns (logprobs,
     entropy), float32 [B, T], both of softmax(logits / temperature), with gradients. They are 0 on padding, and for the
     first token of a row, which nothing predicts.
-    Call `model.eval()` first if the model has dropout. In a longrope model, such as Phi-3, a row that is longer than
-    `context_length(model.config)` changes the log-probs of all. Raises ValueError if T leaves no column for a prompt or
-    the shapes differ. There is no second derivative.
+    Call `model.eval()` first if the model has dropout. In a model with longrope (Phi-3) or dynamic RoPE scaling, a row
+    that is longer than `context_length(model.config)` changes the log-probs of all. Raises ValueError if T leaves no
+    column for a prompt or the shapes differ. There is no second derivative.
 
     [B, T, V] never exists (`SlicedLogprobs`), except for a head that `head_logits` cannot reproduce: a warning says so.
     (That is found out at the first call: `del model.head_is_sliceable` after a change of the head. It is also so where
