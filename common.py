@@ -3723,7 +3723,7 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
     names = {a[0], b[0]}
     if depth and kind == "=" and {re.sub(r"_\{?\d\}?$", "", name) for name in names} < names:
         return _same(a[1], b[1], depth)  # of x_1 = 2, x_2 = 3 the first is x = 2
-    if a[0] == b[0] != "0":  # x - e^{-40} and x - e^{-50} are equal after rounding
+    if a[0] == b[0] != "0":  # x - e^{-40} and x - e^{-50} are equal after rounding; and 0 = x is 0 = 2x
         return False
     gaps, others = (_values(f"({sides[0]})-({sides[1]})") for sides in (a, b))
     if len(a) > 2 or gaps[0] in (0, gaps[1]) or others[0] in (0, others[1]):  # no letter: 1 = 2, 3 = 5
