@@ -1274,8 +1274,11 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
     problems: Problems or Preferences. what: the flag that they come from, for messages.
     """
     # Preferences have answers, which a template writes with or without a thought as they are.
-    texts = [render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt, surplus,
-                           "auto" if isinstance(problem, Preference) else cfg.thinking) for problem in problems]
+    try:
+        texts = [render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt, surplus,
+                               "auto" if isinstance(problem, Preference) else cfg.thinking) for problem in problems]
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from error
     for problem, (text, templated), ids in zip(problems, texts, encode(tokenizer, texts)):
         if cfg.model == "tiny" and tokenizer.unk_token_id in ids:
             cause = "--system_prompt" if cfg.system_prompt and text.startswith(cfg.system_prompt) else what

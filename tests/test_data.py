@@ -890,8 +890,8 @@ def test_a_template_that_cuts_the_default_system_prompt():
 def test_a_template_that_fails():
     tokenizer = common.tiny_tokenizer()
     tokenizer.chat_template = "{{ messages[0]['content'] + 1 }}"
-    with pytest.raises(common.UserError, match="the chat template refuses a prompt: can only concatenate"):
-        common.render_prompt("1", tokenizer, "none")
+    with pytest.raises(common.UserError, match="^--data: .*: the chat template refuses a prompt: can only concatenate"):
+        common.encode_prompts([common.Problem("1", [], "2", {})], tokenizer, encode_config(), "--data")
 
 
 @pytest.mark.parametrize("begun", ["Let me think.", "Let me think. <think>", "Let me think. <think>\n"])
