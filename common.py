@@ -3161,7 +3161,7 @@ _HEADING = re.compile(r"""
     ) (?= \**[^\s*])
     ( (?! \W*[a-zA-Z]\w*[ ]?= ) (?: (?! </?answer> ) . )+ | (?: (?! </?answer> ) . )+""" + _LINES + ")", re.X | re.M)
 _LAST_MARK = re.compile(r"(?<=[.!?])[ *]*(?=####[ ]*[^\s#<]{1,30}\s*\Z)"  # So each gets 2 bars. #### 2
-                        r"| (?=Final Answer: The final answer is )")  # as Minerva's prompt has it
+                        r"|(?<=[.!?$]) (?=Final Answer: The final answer is )")  # as Minerva's prompt has it
 # balanced braces, up to ten levels
 _BRACED = functools.reduce(lambda inner, _: rf"(?:[^{{}}\\]++|\\[{{}}]?|\{{{inner}\}})*+", range(10), "")
 _BOX = re.compile(rf"\\f?box(?:ed)?\s*\{{({_BRACED})\}}")
@@ -3175,7 +3175,7 @@ _PHRASE = re.compile(r"""
     (?: ,?[ ](?: \( | (?: to | in | as | expressed | rounded )[ ] ) [^\n:=]{,50} )?
     (?: [ ](?: is | are | (?:should|must|would|will)[ ]be )
         (?: [ ](?: simply | just | indeed | actually | only | then | thus | therefore | still | also
-              | again | now | clearly | equal[ ]to | given[ ]by | found[ ]to[ ]be ) \b ,? )?
+              | again | always(?=[ ]\W*\d) | now | clearly | equal[ ]to | given[ ]by | found[ ]to[ ]be ) \b ,? )?
         | [ ]equals | \**: | [ ]= )
     :? \** \s* (?: \}\s* | (?<=\n)[-•][ ]+ )?
     (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
@@ -3354,7 +3354,7 @@ def _pairs(a: str, b: str):
 
 _CONDITION = re.compile(  # 2n+1 for n ≥ 1, a_n = 2n (n ≥ 1), 5 at x = 2
     r"(?:(?<=[\d)}])|(?<=[-+*\d^]n))(?:,? for | \( ?)[nk] ?[≥>] ?\d ?\)?$"
-    r"|(?<=[\d})]),? ?\(?\b(?:at|when) [a-z] ?[=<>≤≥] ?[-+\w./\\{}^]+\)?$")
+    r"|(?<=[\d})]),? ?\(?\b(?:at|when|since) [a-z] ?[=<>≤≥] ?[-+\w./\\{}^]+\)?$")
 
 
 def _readings(text: str) -> list[str]:
@@ -3473,7 +3473,7 @@ _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency an
 _SPELLINGS = {typed: ours for ours, ways in _TYPED.items() for typed in ways.split()}
 _SYMBOLS = (  # whatever may be such a key; x_1!=2, but not 4!=24
     re.compile(r"\\(?:left|right)\.|\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>]="
-               r"|(?:(?<!\d)|(?<=[_^]\d))!=|[$%~;&]|[^\x00-\x7f]"),
+               r"|(?:(?<!\d)|(?<=[_^]\d)|(?<=\b[a-z]\d))!=|[$%~;&]|[^\x00-\x7f]"),
     lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0]))
 _SUPERSCRIPTS = re.compile("([⁰¹²³ⁱ⁴-⁻ⁿʰʳˢˣʸᵃ-ᵛ]+)"), r"^{\1}"  # x² is x^{2}
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?!,?\d|(?<= \d{3})/\d)")
@@ -3495,12 +3495,12 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
      lambda name: rf"\{name[1] or ''}{'cot' if name[2] else 'tan'} "),
     # degrees are left out, but not in \sin 30^\circ
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\bdegrees? (?=[CFK])", "°"),
-    (r"((?:sin|cos|tan|cot|sec|csc)(?: ?\^ ?\{?\d\}?)? ?)(\([^()]*\)|\{[^{}]*\}|\d+(?:\.\d+)? ?°)",
+    (r"(?<!arc)((?:sin|cos|tan|cot|sec|csc)(?: ?\^ ?\{?\d\}?)? ?)(\([^()]*\)|\{[^{}]*\}|\d+(?:\.\d+)? ?°)",
      lambda angle: f"{angle[1]}({angle[2]})".replace("°", r"*\pi/180")),
     (r"°", " "),
     # \mathbf{5\text{ cm}}, \mathbb R
     *[(rf"\\text\s*(?:\{{({_BRACED})\}}|([a-zA-Z])(?![a-zA-Z]))", r" \1\2 ")] * 2,
-    (r"(?<![a-zA-Z^}_])\{(log|[a-zA-Z](?:_\d)?)\}", r"\1"),  # {x}_{1}, {x_1} = 2
+    (r"(?<![a-zA-Z^}_])\{(log|[a-zA-Z](?:_\d)?)\}(?= ?[_=])", r"\1"),  # {x}_{1}, {x_1} = 2
     (r"\{ ?([-+:]) ?\}|(?<=.)\{ ?\}|\\(?:(?:text)?color|tag|[hv]space) ?\{\w+\}", r"\1"),
     (r"\s+", " "), (r"^ |[ .\\]+$", ""), (r"^([A-J]) ?\)$", r"\1"),  # A) is A
     (r"\{([^{}]*)\\(over|choose)(?![a-z])([^{}]*)\}",
@@ -3523,7 +3523,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
      r"|exactly|roughly|given by|option|choice|letter|(?:an?|the)(?= [a-z-]{5,}(?: [a-z]{4,})*$)) "
      r"|(?:USD?|Rs(?: ?\.(?= )|\.)?) ?(?=-?\.?\d))", ""),
     # n\pi, where n is an integer; f(x) = 1 for all x; 2k\pi, k ∈ Z; but not a clause with the result in it
-    (r"[, ]+(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
+    (r"(?<=[\w)}\] ])(?:,? |,)(?:(?:for (?:all|any|every|some|integers?)|where)\b[^,=]*(?=,|$)|\w ?∈ ?[NRZ]\b)", ""),
     (r"(?<=[\w)}\]]) ?\( ?\w ?∈ ?[NRZ](?: ?[_^] ?\{? ?[*+] ?\}?)? ?\)", ""),
     (r"_\{1, ?2\} ?(?==)", ""),  # x_{1,2} = 1 ± \sqrt2
     # 1, 2, and 3; 14{,}916; (1010)_2 or 1010 in base 2
@@ -3693,7 +3693,7 @@ def _is_name(side: str) -> bool:
 _VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z])")
 _CLAUSE = re.compile(r"""  # 2 when y, 2 \to y; not 2 sin x cos x
     \d.* (?: (?<![\\a-zA-Z]) (?! (?: sin | cos | tan | cot | sec | csc | log | ln | pi | sqrt | exp | of | times )\b )
-        [a-z]{2,}[ ] | \\(?: to | \w+arrow | land | wedge )[ ]? ) [a-zA-Z] (?: _\{?\w\}? )?$""", re.X)
+        [a-z]{2,}[ ] | \\(?: to | \w+arrow | implies | iff | land | wedge )[ ]? ) [a-zA-Z] (?: _\{?\w\}? )?$""", re.X)
 
 
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
@@ -3794,7 +3794,7 @@ def _split_unit(text: str) -> tuple[str, str]:
         if not re.fullmatch(numeric, number):
             return text, ""
     elif re.fullmatch(rf"{one}( {one})+", found[1]) and not re.fullmatch(
-            r"[AJNVW] [hms](\s?\^?\{?2\}?)?|V A", found[1]):  # a product, like m R^2, but not N m
+            r"[AJNVW] [hms](\s?\^?\{?2\}?)?|V A|C m|m K", found[1]):  # a product, like m R^2, but not N m
         return text, ""
     unit = found[1].lower().replace(".", "").replace("tre", "ter")  # 2 metres
     unit = re.sub("[a-z]+", lambda word: _UNITS.get(word[0], word[0]), unit)
@@ -3836,11 +3836,13 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _CONSTANTS = {"pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf, "infinity": math.inf, "inf": math.inf}
 _FUNCTIONS = {name: getattr(cmath, name) for name in "sin cos tan sinh cosh tanh exp".split()} | {
     "arcsin": cmath.asin, "arccos": cmath.acos, "arctan": cmath.atan, "ln": cmath.log, "log": cmath.log10,
-    "arccot": lambda x: cmath.pi / 2 - cmath.atan(x),
+    "arccot": lambda x: cmath.pi / 2 - cmath.atan(x), "arcsec": lambda x: cmath.acos(1 / x),
+    "arccsc": lambda x: cmath.asin(1 / x), "arcsinh": cmath.asinh, "arccosh": cmath.acosh, "arctanh": cmath.atanh,
     "sec": lambda x: 1 / cmath.cos(x), "csc": lambda x: 1 / cmath.sin(x), "cot": lambda x: 1 / cmath.tan(x)}
 _KNOWN = {*_FUNCTIONS, *_CONSTANTS, *_OF_TWO, "sqrt"}
 # no letters: what stands on their two sides may not change places
-_SIGNS = re.compile(r"\\(?:to|\w*arrow|mapsto|implies|setminus|backslash|su[bp]set(?:eq)?|circ|bmod|neg|lnot|ll|gg)")
+_SIGNS = re.compile(r"\\(?:to|(?:[Ll]ong)?(?:[Ll]eft|[Rr]ight)arrow|mapsto|implies|setminus|backslash|su[bp]set(?:eq)?"
+                    r"|circ|bmod|neg|lnot|ll|gg)")
 _INDEX = r"_(?:\w|\\[a-z]+|\{[^{}]*\})"
 _TOKEN = re.compile(rf"""
     \d+ (?:\.\d*)? (?: [eE][+-]?\d{{1,2}} )? | \.\d+      # 12, 1.5, 1.5e3, .5
@@ -3912,7 +3914,7 @@ def _value(words: list[str], modulus: int):
         if token in _FUNCTIONS:  # \log_2 8, \sin^2 x
             base = atom() if accept("_") else 10
             exponent = atom() if accept("^") else 1
-            if exponent == -1:  # \tan^{-1} 2 is \arctan 2, not \cot 2; nor is \sec^{-1} 2 \cos 2
+            if exponent == -1 and f"arc{token}" in _FUNCTIONS:  # \tan^{-1} 2 is \arctan 2, not \cot 2
                 token, exponent = f"arc{token}", 1
             bracketed = tokens[-1] in _CLOSING
             value = atom() if tokens[-1] in ("(", "[") else read(2)  # \sin(x)^2 is the square of a sine

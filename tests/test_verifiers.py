@@ -250,6 +250,12 @@ SAME = [
     ("x=1 \\vee x=2", "1,2"), ("x=1 ∨ x=2", "1,2"), ("∅", "\\{\\}"), ("1,\\dots,n", "1,...,n"),
     ("1,\\cdots,n", "1, ..., n"), ("5 millions", "5000000"), ("3 hundreds", "300"),
     ("2 hundred thousand", "200000"), ("\\mathbb R", "\\mathbb{R}"), ("\\mathbf v", "v"), ("\\Bbb Z", "\\mathbb{Z}"),
+    ("\\{ x \\in \\mathbb{R} : x > 1 \\}", "(1,\\infty)"), ("x = n\\pi \\: ( n \\in \\mathbb{Z} )", "n\\pi"),
+    ("\\{ k\\pi \\mid k \\in \\mathbb{Z} \\}", "\\{k\\pi|k\\in\\mathbb{Z}\\}"), ("\\ln {x} y", "y\\ln x"),
+    ("\\frac {a_1}{b_1}", "\\frac{a_1}{b_1}"), ("\\dfrac1{x_1}+\\dfrac1{x_2}", "\\frac{1}{x_1}+\\frac{1}{x_2}"),
+    ("\\sinh^{-1}(x)+C", "C+\\sinh^{-1}(x)"), ("\\frac{1}{2}\\sec^{-1}(x/2)", "\\frac12 \\sec^{-1}\\frac{x}{2}"),
+    ("#### 3 (since x > 0)", "3"), ("The answer is always 5.", "5"), ("2.9\\times10^{-3}\\,\\text{m K}", "0.0029"),
+    ("a1!=0", "a1≠0"), ("A \\leftrightarrow B", "B \\leftrightarrow A"),
     ("0 = x - 3y", "0 = 2x - 6y"), ("y = 2 sin x cos x = sin 2x", "\\sin 2x"),
     ("2⅓", "7/3"), ("1¾", "\\frac74"), ("½+¼", "3/4"), ("⅔", "2/3"), ("\\dbinom{5}{2}", "10"), ("f\\colon 3", "f:3"),
     ("⊢7", "⊢ 7"), ("3 thousand", "3000"), ("2·3", "6"), ("2⋅3", "6"),
@@ -569,6 +575,9 @@ def test_the_same_answer_written_another_way(a, b):
     ("(2+3", "5"), ("|2x|+1", "|3x|+1"), ("\\sec^{-1} x", "\\cos x"), ("\\cot^{-1} x", "\\tan x"),
     ("Yes, but only once", "yes"), ("5 millions", "5"), ("3 hundreds", "3"),
     ("2 hundred thousand", "200"), ("\\mathbb R", "\\mathbb N"),
+    ("\\{ x \\in \\mathbb{Z} : x > 1 \\}", "\\{ x \\in \\mathbb{R} : x > 1 \\}"), ("\\ln {x} y", "\\ln(xy)"),
+    ("\\{k\\pi \\mid k \\in \\mathbb{Z}\\}", "\\{ k\\pi \\mid k\\in\\mathbb{N}\\}"),
+    ("\\arctan{x}^2", "(\\arctan x)^2"),
     ("3 tenths", "3"), ("3 hundredths", "3"), ("2 halves", "2"), ("3 cubed", "3"),
     ("5 " + "a" * 100 + "b", "5 " + "a" * 150 + "c")])  # long units are compared in linear time
 def test_another_answer(a, b):
@@ -724,6 +733,7 @@ def test_no_text_raises_or_takes_long(text):
     ("x = 57+68", "x = 125", "Solve x = 57+68.", False), ("(-\\infty, 2)", "x<2", "", True),
     ("\\{57+68\\}", "\\{125\\}", "", False), ("(x+1)^2", "x^2+2x+1", "Expand $\\left(x+1\\right)^2$.", False),
     ("1/2", "0.5", "Write $\\frac12$ as a decimal.", False),
+    ("It is \\arctan(1/2)+\\arctan(1/3)", "\\frac{\\pi}{4}", "Compute \\arctan(1/2)+\\arctan(1/3).", False),
     ("\\tan 60°", "\\sqrt3", "Compute $\\tan 60^\\circ$.", False)])
 def test_the_question_is_no_answer(answer, gold, prompt, worked_out):
     assert is_equivalent(answer, gold) and is_worked_out(answer, gold, prompt) == worked_out
