@@ -1045,9 +1045,9 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
                 row = {**row, "prompt": prompt_and_answers(row)[0]}
         prompt, verl = row_prompt(row), row.get("reward_model")
         if not is_prompt(prompt):
-            found = f"it has {list(row)!r:.200}" if prompt is None else f"not {prompt!r:.200}"
+            given = f"it has {list(row)!r:.200}" if prompt is None else f"not {prompt!r:.200}"
             raise UserError(f"{place}: want a prompt (text, or messages with role and content, which are text) under "
-                            f"prompt, question or problem; {found}")
+                            f"prompt, question or problem; {given}")
         found = []
         for value in (*map(row.get, ANSWERS), verl.get("ground_truth") if isinstance(verl, dict) else None):
             if type(value) in (str, int) and str(value).strip():  # no bool
@@ -1269,7 +1269,8 @@ def encode_answers(tokenizer, given: list[tuple[tuple[str, bool], list[int], str
 def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_prompt: str = SYSTEM_PROMPT,
                    surplus: str = "") -> list:
     """Fill in `prompt_ids`; leave out prompts that are empty or too long (--max_prompt_tokens, or what the context
-    leaves beside completions), and say how many. Collective. Raises UserError if none is left, or if ranks differ.
+    leaves beside completions), and say how many. Collective. Raises UserError if none is left, if the template refuses
+    one, or if ranks differ.
 
     problems: Problems or Preferences. what: the flag that they come from, for messages.
     """
@@ -1432,9 +1433,9 @@ def prompt_and_answers(row: dict) -> tuple:
     if any(isinstance(a, list) and a and isinstance(a[-1], dict) and a[-1].get("tool_calls") for a in answers):
         raise ValueError("an answer has tool_calls, which are not read: want text in its content")
     if len(answers) < 2 or not all(map(is_prompt, answers)):
-        found = f"not {answers!r:.200}" if any(answers) else f"it has {list(row)!r:.200}"
+        given = f"not {answers!r:.200}" if any(answers) else f"it has {list(row)!r:.200}"
         raise ValueError("want chosen and rejected, or a list of responses: two or more, text or messages (role and "
-                         f"content, which are text); {found}")
+                         f"content, which are text); {given}")
     if prompt is not None and not is_prompt(prompt):
         raise ValueError("want a prompt (text, or messages with role and content)")
     if all(isinstance(answer, list) for answer in answers):
@@ -1914,7 +1915,8 @@ class Run:
         transformers.set_seed(cfg.seed)
 
     def check_directory(self):
-        """Raise UserError if OUTPUT_DIR cannot be written, or holds a run that the flags do not continue or replace."""
+        """Raise UserError if OUTPUT_DIR cannot be written, is in what another run writes, or holds a run that the flags
+        do not continue or replace; the latter also where a flag names what would be removed."""
         cfg, directory = self.cfg, self.directory
         with one_line_errors(f"--output_dir {directory}: not usable, or its config.json damaged"):
             existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
@@ -3384,7 +3386,7 @@ _FORMULA = re.compile(r"[\w)}][-+*/^][-.\w({\\]|\\[a-z]")  # 1/2, x+1, x^-1, \sq
 _FRACTION = re.compile(r"\\frac(?:\{(\w+)\}|(\w))(?:\{(\w+)\}|(\w))")  # \frac{1}{2}, \frac12
 _PLAIN = re.compile(r"""  # a number as `_clean` leaves it, with nothing left to work out but a power
     [-+({\[]* (?: \\?inf(?:ty|inity)?
-    | (?: \d*\. )? \d+ (?: [eE][+-]?\d+ | (?: \*\{?10 )? \}?\^[({]*[-+]?\d+ | :00 )?      # 5, 2^5, 3*10^6
+    | (?: \d*\. )? \d+ (?: [eE][+-]?\d+ | (?: \*\{?10 )? \}?\^[({]*[-+]?\d+ | :00 )?                # 5, 2^5, 3*10^6
     | (?P<fraction> (?: [\d.]+∔ )? (?: \\frac\{[-+({]*\d+[)}]+\{[-+({]* | \d+[)}]?/[({]?-? ) \d+ )  # 1/2, (2∔1/2)
     ) [)}\]]*""", re.X)
 
@@ -3845,7 +3847,7 @@ _SIGNS = re.compile(r"\\(?:to|(?:[Ll]ong)?(?:[Ll]eft|[Rr]ight)arrow|mapsto|impli
                     r"|circ|bmod|neg|lnot|ll|gg)")
 _INDEX = r"_(?:\w|\\[a-z]+|\{[^{}]*\})"
 _TOKEN = re.compile(rf"""
-    \d+ (?:\.\d*)? (?: [eE][+-]?\d{{1,2}} )? | \.\d+      # 12, 1.5, 1.5e3, .5
+    \d+ (?:\.\d*)? (?: [eE][+-]?\d{{1,2}} )? | \.\d+            # 12, 1.5, 1.5e3, .5
     | [a-zA-Z]{_INDEX}                                          # x_1, v_{{max}}
     | \\(?:overline|hat|vec|dot)[ ]?(?:\{{[^{{}}]*\}}|\w) (?:{_INDEX})?        # \overline{{A}}, \vec v
     | \\?(?:{"|".join(sorted(_KNOWN))}) (?![a-zA-Z])             # sin or \sin

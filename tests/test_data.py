@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -705,11 +706,20 @@ def test_ppo_learns_from_the_prompts_of_preferences(tmp_path):
     (common.read_problems, {"input": "1+1=?", "output": "2"}, "want a prompt .* it has .'input', 'output'.$"),
     (common.read_problems, {"prompt": "1+1=?", "output": "2"}, "no answer .* it has .'prompt', 'output'.$"),
     (common.read_preferences, {"prompt": "1", "responses": [[], []]}, "want chosen and rejected"),
+    (common.read_problems, {"prompt": [{"from": "human"}]}, r"want a prompt .*; not \[{'from': 'human'}\]$"),
+    (common.read_preferences, {"chosen": 5, "rejected": "b"}, r"want chosen and rejected.*; not \[5, 'b'\]$"),
     (common.read_preferences, {"prompt": "1", "good": "2"}, "want chosen and rejected.* it has .'prompt', 'good'.$"),
     (common.read_preferences, {"text": "1", "chosen": "2", "rejected": "3"}, "no prompt.* it has .'text', 'chosen'")])
 def test_a_row_that_is_refused_is_shown_with_the_columns_that_it_has(read, row, message, tmp_path):
     with pytest.raises(common.UserError, match="line 1: " + message):
         read(rows(tmp_path, row))
+
+
+def test_a_pipe_is_read_like_a_file(tmp_path):
+    """As a shell's <(head -100 train.jsonl) is one."""
+    os.mkfifo(tmp_path / "pipe")
+    threading.Thread(target=(tmp_path / "pipe").write_text, args=['{"prompt": "1+1=?", "answer": "2"}\n']).start()
+    assert [problem.answer for problem in common.read_problems(str(tmp_path / "pipe"))] == ["2"]
 
 
 @pytest.mark.parametrize("row", [

@@ -399,9 +399,10 @@ def test_flags_from_a_file_and_help(tmp_path, capsys):
     path = write(tmp_path / "flags.json", '{\n\t"steps": 7,\n\t"divide_by_std": false\n}')  # YAML has no tabs
     cfg = common.parse_config(grpo.Config, [str(path)])
     assert (cfg.steps, cfg.divide_by_std) == (7, False)
-    path = write(tmp_path / "other.yaml", "no_divide_by_std: true\ngradient_checkpointing: true\n")
-    cfg = common.parse_config(grpo.Config, [str(path)])
-    assert not cfg.divide_by_std and cfg.gradient_checkpointing
+    for switch in "no_divide_by_std", "no-divide-by-std":
+        path = write(tmp_path / "other.yaml", f"{switch}: true\ngradient_checkpointing: true\n")
+        cfg = common.parse_config(grpo.Config, [str(path)])
+        assert not cfg.divide_by_std and cfg.gradient_checkpointing
     with pytest.raises(common.UserError, match="other.yaml: a file of flags has to come first"):
         common.parse_config(grpo.Config, ["--steps", "9", str(path)])
     with pytest.raises(common.UserError, match="other.yaml: a file of flags has to come first"):
