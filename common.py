@@ -199,6 +199,11 @@ def say(message: str) -> None:
 say_once = functools.cache(say)  # the same message only once in a process
 
 
+def progress(items, what: str):
+    """`items` with a progress bar on rank 0's terminal, which appears if they take longer than five seconds."""
+    return tqdm(items, desc=what, leave=False, delay=5, disable=rank() > 0 or None)
+
+
 # ---------------------------------------------------------------------------------------------------- sampling
 
 @dataclass
@@ -398,7 +403,7 @@ def decode(model, prompt_ids, prompt_mask, prompt_of, ends, max_new_tokens, unif
     logprobs = torch.zeros(n, max_new_tokens, dtype=torch.float32, device=device)
     alive = torch.arange(n, device=device)  # [m] the rows that are still in the batch
     ended = torch.zeros(n, dtype=torch.bool, device=device)  # [m]
-    for t in range(max_new_tokens):
+    for t in progress(range(max_new_tokens), f"sampling {n} rows"):
         chosen, logprobs[alive, t] = pick_tokens(logits, uniforms[alive, t], temperature)  # [m]
         tokens[alive, t] = chosen
         ended |= torch.isin(chosen, ends)
@@ -1039,7 +1044,7 @@ def read_problems(data: str, split: str = "train", need_answer: bool = True) -> 
     need_answer, rows whose answer is "proof" or a long text are left out, with a line that says how many.
     """
     problems = []
-    for row, place in read_rows(data, split):
+    for row, place in progress(read_rows(data, split), f"reading {data}"):
         if row.get("chosen") or row.get("responses"):
             with contextlib.suppress(ValueError):  # the rows of a reward model, for PPO
                 row = {**row, "prompt": prompt_and_answers(row)[0]}
@@ -1107,8 +1112,7 @@ def encode(tokenizer, prompts: list[tuple[str, bool]]) -> list[list[int]]:
     # In batches: twice as fast as one by one, without the memory that all at once would take. Each token id is one
     # object, however often it occurs: a token takes 8 bytes instead of 36.
     known = {}
-    firsts = tqdm(range(0, len(texts), 100), desc="tokenizing", leave=False, delay=5, disable=rank() > 0 or None)
-    encoded = [list(map(known.setdefault, ids, ids)) for first in firsts
+    encoded = [list(map(known.setdefault, ids, ids)) for first in progress(range(0, len(texts), 100), "tokenizing")
                for ids in tokenizer(texts[first:first + 100], add_special_tokens=False)["input_ids"]]
     return [ids if templated or ids[:len(bos)] == bos else bos + ids for (_, templated), ids in zip(prompts, encoded)]
 
@@ -1277,7 +1281,8 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
     # Preferences have answers, which a template writes with or without a thought as they are.
     try:
         texts = [render_prompt(problem.prompt, tokenizer, cfg.system_prompt, default_system_prompt, surplus,
-                               "auto" if isinstance(problem, Preference) else cfg.thinking) for problem in problems]
+                               "auto" if isinstance(problem, Preference) else cfg.thinking)
+                 for problem in progress(problems, "applying the template")]
     except UserError as error:
         raise UserError(f"{what}: {error}") from error
     for problem, (text, templated), ids in zip(problems, texts, encode(tokenizer, texts)):
@@ -1410,7 +1415,7 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
     """
     source = str(build_tiny_preferences(data, split)) if is_built_in(data) else data
     preferences = []
-    for row, place in read_rows(source, split):
+    for row, place in progress(read_rows(source, split), f"reading {data}"):
         try:
             preferences.append(read_preference(row))
         except ValueError as error:
