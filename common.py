@@ -1803,10 +1803,9 @@ def evaluate(policy, tokenizer, problems: list[Problem], score, cfg) -> dict[str
 
 # ----------------------------------------------------------------------------------------------------- the run
 
-def warn_without_signal(step: int, advantages: torch.Tensor) -> None:
-    """Say so when a step's advantages are all 0 (ppo.py passes how far rewards are from the first one, dpo.py a 1 for
-    each pair), and what to try: it is no bug, but its rewards teach nothing."""
-    if not advantages.any():
+def warn_without_signal(step: int, teaches) -> None:
+    """Unless the step `teaches` (its rewards differ where they are compared), say so, and what to try: it is no bug."""
+    if not teaches:
         say(f"step {step} teaches nothing: the rewards are equal within every group (PPO: in the whole step, which "
             "leaves the KL penalty and noise; DAPO: no group is both right and wrong, or all is filtered)")
         say_once("if this goes on, try easier or harder problems, a larger group (PPO: more prompts), a higher "

@@ -186,7 +186,7 @@ def main(cfg: Config) -> None:
         advantages = group_advantages(rewards, cfg.divide_by_std).flatten()  # [N]
         trains = torch.isin(torch.arange(len(batch)), groups).repeat_interleave(cfg.group_size)  # [N]
         advantages = advantages * (trains.to(run.device) & loss_mask.any(dim=1))  # 0 for all that is left out
-        common.warn_without_signal(step, advantages)
+        common.warn_without_signal(step, teaches=advantages.any())
 
         # 4. Update. Weights are relative to the whole minibatch, so the gradients of its micro-batches just add up.
         order = trains.nonzero()[:, 0]  # row numbers

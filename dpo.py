@@ -187,7 +187,7 @@ def main(cfg: Config) -> None:
             loss.backward()
             total_loss += loss.detach()
             meter.add(count, **stats)
-        common.warn_without_signal(step, torch.ones(len(pairs)))  # warns if there is no pair
+        common.warn_without_signal(step, teaches=len(pairs) > 0)
         if pairs:
             meter.add(1, **run.optimizer_step(policy, optimizer, schedule, total_loss))
 

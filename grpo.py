@@ -121,7 +121,7 @@ def main(cfg: Config) -> None:
 
         # 3. Advantages: compare each completion with its group.
         advantages = group_advantages(rewards, cfg.divide_by_std).flatten()  # [N]
-        common.warn_without_signal(step, advantages)
+        common.warn_without_signal(step, teaches=advantages.any())
 
         # 4. Update. Weights are relative to the whole minibatch, so the gradients of its micro-batches just add up.
         minibatches = torch.randperm(len(advantages)).tensor_split(cfg.minibatches)  # shuffled row numbers

@@ -241,8 +241,8 @@ def main(cfg: Config) -> None:
                            for problem, completion in zip(batch, rollout.completions, strict=True)]
             rewards += cfg.format_reward * torch.tensor(well_formed, device=run.device)[:, None]
         rewards = rewards.where(rollout.finished[:, None], rewards.clamp(max=cfg.missing_eos_score))
-        if len(batch) > 1:  # a single reward equals itself, and still teaches the critic
-            common.warn_without_signal(step, rewards - rewards[0])
+        # A single reward equals itself, and still teaches the critic.
+        common.warn_without_signal(step, teaches=len(batch) == 1 or (rewards != rewards[0]).any())
 
         # 3. Advantages: compare the rewards from each token on with the critic's prediction, and whiten.
         minibatches = torch.randperm(len(rollout.mask)).tensor_split(cfg.minibatches)  # shuffled row numbers
