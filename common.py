@@ -1545,13 +1545,11 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str,
 
 
 def collate_preferences(preferences: list[Preference], pad_id: int, device):
-    """-> (batch, a row for each answer; blocks, the rows of each preference, best first; pairs of rows [pairs, 2])."""
+    """-> (batch, a row for each answer; blocks, the rows of each preference, best first)."""
     prompts = [p.prompt_ids for p in preferences for _ in p.answer_ids]
     batch = collate(prompts, [ids for p in preferences for ids in p.answer_ids], pad_id, device)
     rows = iter(range(len(prompts)))
-    blocks = [[next(rows) for _ in p.answer_ids] for p in preferences]
-    pairs = [(block[i], block[j]) for p, block in zip(preferences, blocks) for i, j in p.pairs]
-    return batch, blocks, torch.tensor(pairs, device=device)
+    return batch, [[next(rows) for _ in p.answer_ids] for p in preferences]
 
 
 AT_ONCE = 1000  # preferences to collate together: a whole file, padded, may not fit into memory
@@ -1561,7 +1559,7 @@ def of_each_preference(compute, preferences: list[Preference], pad_id: int, devi
     """The values [K] of each preference's answers, where `compute(batch, blocks)` gives those [N] of a batch."""
     values = []
     for start in range(0, len(preferences), AT_ONCE):
-        batch, blocks, _ = collate_preferences(preferences[start:start + AT_ONCE], pad_id, device)
+        batch, blocks = collate_preferences(preferences[start:start + AT_ONCE], pad_id, device)
         values += compute(batch, blocks).split([len(rows) for rows in blocks])
     return values
 

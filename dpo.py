@@ -168,7 +168,7 @@ def main(cfg: Config) -> None:
                 "sampled_tokens": int(batch.lengths.sum())}
         else:
             # Here a block, the rows that answer one prompt, is a pair: [chosen row, rejected row].
-            batch, pairs, _ = common.collate_preferences(drawn, tokenizer.pad_token_id, run.device)
+            batch, pairs = common.collate_preferences(drawn, tokenizer.pad_token_id, run.device)
             ref_logprobs = torch.cat([pair.ref_logprobs for pair in drawn])  # [N]
             metrics = {}
 

@@ -141,8 +141,9 @@ def main(cfg: Config) -> None:
 
         # 1. The step's answers, a row each, and their pairs; blocks are the rows that answer one prompt.
         drawn = data.next(cfg.pairs_per_step)
-        batch, blocks, pairs = common.collate_preferences(drawn, tokenizer.pad_token_id, run.device)
-        better, worse = pairs.unbind(1)  # row numbers
+        batch, blocks = common.collate_preferences(drawn, tokenizer.pad_token_id, run.device)
+        pairs = [(rows[i], rows[j]) for preference, rows in zip(drawn, blocks) for i, j in preference.pairs]
+        better, worse = torch.tensor(pairs, device=run.device).unbind(1)  # row numbers
         margins = torch.tensor([preference.margin for preference in drawn for _ in preference.pairs], device=run.device)
 
         # 2. Update. Each pair weighs 1 / pairs of the step, so the gradients of micro-batches just add up.

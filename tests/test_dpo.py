@@ -94,7 +94,7 @@ def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
     texts = [("1+1=?", "2", "31"), ("12+34=?", "46,46", "4"), ("7", "7", "1,2,3,4")]
     pairs = [common.Preference(prompt, [], [better, worse], [], [1.0, 0.0]) for prompt, better, worse in texts]
     pairs = common.encode_preferences(pairs, tokenizer, cfg, "--data")
-    batch, blocks, _ = common.collate_preferences(pairs, tokenizer.pad_token_id, "cpu")
+    batch, blocks = common.collate_preferences(pairs, tokenizer.pad_token_id, "cpu")
     references = torch.randn(6)
 
     def in_micro_batches():
