@@ -21,8 +21,7 @@ length in tokens. Â > 0 makes tokens likelier, Â < 0 less likely.
 Shapes: N prompts with one completion each; T tokens per completion, padded to the longest; B rows in a micro-batch,
 padded only to its own longest.
 """
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -204,13 +203,13 @@ def main(cfg: Config) -> None:
     run = common.Run(cfg)
     if cfg.kl_target > 0 and cfg.kl_coef == 0:
         raise common.UserError("--kl_target: needs a --kl_coef above 0 to begin with")
-    score = common.load_reward(dataclasses.replace(cfg, format_reward=0.0))  # "2. Score" adds it
+    score = common.load_reward(replace(cfg, format_reward=0.0))  # "2. Score" adds it
     problems, eval_problems = common.read_train_and_eval(cfg)
     policy, tokenizer = common.load_policy(cfg, run.device)
     reference = common.load_reference(cfg, run.device) if cfg.kl_coef > 0 else None  # None: its log-probs are then 0
     value_model = load_value_model(cfg, run.device, tokenizer)
     optimizer, schedule = common.make_optimizer(policy, cfg)
-    value_optimizer, value_schedule = common.make_optimizer(value_model, dataclasses.replace(cfg, lr=cfg.value_lr))
+    value_optimizer, value_schedule = common.make_optimizer(value_model, replace(cfg, lr=cfg.value_lr))
     eval_problems = common.encode_prompts(eval_problems, tokenizer, cfg, "--eval_data")
     data = common.Shuffled(common.encode_prompts(problems, tokenizer, cfg, "--data"), cfg.seed)
 
@@ -229,7 +228,7 @@ def main(cfg: Config) -> None:
                          cfg.max_new_tokens, cfg.temperature)
 
         # 2. Score: normalize, add the format reward, and limit what a completion without EOS can score.
-        rewards, correct = score(batch, rollout)  # [N, 1] each
+        rewards, correct = (scores[:, 0] for scores in score(batch, rollout))  # [N] each
         mean_score = rewards.mean().item()
         if step == 1 and cfg.normalize_scores and common.is_reward_model(cfg.reward):
             run.extra["score_mean"] = mean_score
@@ -239,8 +238,8 @@ def main(cfg: Config) -> None:
         if cfg.format_reward > 0:
             well_formed = [common.format_reward(problem.opening + completion)
                            for problem, completion in zip(batch, rollout.completions, strict=True)]
-            rewards += cfg.format_reward * torch.tensor(well_formed, device=run.device)[:, None]
-        rewards = rewards.where(rollout.finished[:, None], rewards.clamp(max=cfg.missing_eos_score))
+            rewards += cfg.format_reward * torch.tensor(well_formed, device=run.device)
+        rewards = rewards.where(rollout.finished, rewards.clamp(max=cfg.missing_eos_score))
         # A single reward equals itself, and still teaches the critic.
         common.warn_without_signal(step, teaches=len(batch) == 1 or (rewards != rewards[0]).any())
 
@@ -250,7 +249,7 @@ def main(cfg: Config) -> None:
             policy, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)  # [N, T]; the KL penalty needs all
         ref_logprobs = common.rollout_logprobs(reference, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)
         old_values = common.rollout_values(value_model, rollout, minibatches, cfg.micro_batch_tokens)  # [N, T]
-        shaped_rewards = token_rewards(rewards[:, 0], old_logprobs, ref_logprobs, rollout.mask, kl_coef)  # [N, T]
+        shaped_rewards = token_rewards(rewards, old_logprobs, ref_logprobs, rollout.mask, kl_coef)  # [N, T]
         advantages, returns = gae(shaped_rewards, old_values, rollout.mask, cfg.gamma, cfg.lam)  # [N, T] each
         for minibatch in minibatches:
             advantages[minibatch] = whiten(advantages[minibatch], rollout.mask[minibatch])
@@ -304,7 +303,7 @@ def main(cfg: Config) -> None:
             metrics |= {"kl": kl.item(), "kl_per_completion": kl_per_completion, "kl_coef": kl_coef}
 
         # 6. Evaluate and save.
-        run.log_samples(step, batch, rollout, rewards, advantages[:, 0])  # in step 1, and when it evaluates
+        run.log_samples(step, batch, rollout, rewards[:, None], advantages[:, 0])  # in step 1, and when it evaluates
         if run.evaluates(step):
             metrics |= common.evaluate(policy, tokenizer, eval_problems, score, cfg)
         run.keep_model(step, policy, tokenizer)  # every --model_every steps
