@@ -103,16 +103,15 @@ def main(cfg: Config) -> None:
     if cfg.on_policy and cfg.eval_data and cfg.eval_problems:
         raise common.UserError("--eval_problems: with --on_policy, --eval_data holds the problems already")
     score = common.load_reward(cfg)
+    source = cfg.eval_problems or (cfg.data if common.is_built_in(cfg.data) and not cfg.on_policy else "")
     eval_problems = []
-    if cfg.eval_problems:  # first, since the file may be missing, and reading --data may take long
-        eval_problems = common.read_problems(cfg.eval_problems, "eval", need_answer=cfg.reward == "verifier")
+    if source:  # first, since the file may be missing, and reading --data may take long
+        eval_problems = common.read_problems(source, "eval", need_answer=cfg.reward == "verifier")
     if cfg.on_policy:
         items, held_out = common.read_train_and_eval(cfg)
-        eval_preferences = []
+        eval_problems, eval_preferences = eval_problems or held_out, []
     else:
         items, eval_preferences = common.read_train_and_eval(cfg, common.read_preferences)
-        held_out = common.read_problems(cfg.data, "eval") if common.is_built_in(cfg.data) else []
-    eval_problems = eval_problems or held_out
     policy, tokenizer = common.load_policy(cfg, run.device)
     reference = common.load_reference(cfg, run.device) if cfg.on_policy and not cfg.reference_free else None
     optimizer, schedule = common.make_optimizer(policy, cfg)
