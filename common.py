@@ -2819,6 +2819,8 @@ class RunConfig:
                                      "memory, but little time)")
     lr_schedule: Literal["constant", "linear", "cosine"] = flag(
         "constant", "after the warm-up: constant, or falling to 0 by the last update, if all steps make theirs")
+    warmup_steps: int = flag(0, "optimizer steps of linear warm-up, the first with a learning rate of 0")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm (PPO: policy and critic each on its own)")
     max_bad_steps: int = flag(5, "updates in a row with a non-finite loss or gradient before the run gives up")
 
 
@@ -2896,7 +2898,7 @@ def warn_of_flags(cfg) -> None:
     default that suits the tiny one."""
     if not (cfg.eval_data or is_built_in(cfg.data) or getattr(cfg, "eval_problems", "")):
         say("no --eval_data: nothing is evaluated")
-    if getattr(cfg, "warmup_steps", 0) >= (updates := most_updates(cfg)):
+    if cfg.warmup_steps >= (updates := most_updates(cfg)):
         say(f"--warmup_steps {cfg.warmup_steps}: the run has at most {updates} updates, so none has the full --lr")
     sizes = ["lr", "value_lr", "overlong_buffer", "lam", *(["kl_coef"] if hasattr(cfg, "lam") else [])]  # PPO's β
     if getattr(cfg, "on_policy", True) or cfg.eval_problems or is_built_in(cfg.data):  # else dpo.py samples nothing

@@ -60,8 +60,6 @@ class Config(common.RunConfig):  # which has the flags of every script: --model,
     clip_low: float = flag(0.2, "ε_low: ratios are clipped to at least 1 − ε_low (paper: 0.2)")
     clip_high: float = flag(0.28, "ε_high: ratios are clipped to at most 1 + ε_high (paper: 0.28)")
     lr: float = flag(1e-4, "learning rate; 1e-6 suits a real model (paper: 1e-6)")
-    warmup_steps: int = flag(0, "optimizer steps of linear warm-up, the first with a learning rate of 0")
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
 
 
 def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch.Tensor:

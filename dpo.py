@@ -44,7 +44,6 @@ class Config(common.RunConfig):  # which has the flags of every script: --model,
     label_smoothing: float = flag(0.0, "s: assumed share of pairs that are the wrong way round (cDPO)")
     lr: float = flag(1e-5, "learning rate; 1e-6 suits a real model (paper: 1e-6, but with RMSprop)")
     warmup_steps: int = flag(10, "optimizer steps of linear warm-up, the first with a learning rate of 0 (paper: 150)")
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
 
 
 def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta: float, label_smoothing: float = 0.0):

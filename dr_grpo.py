@@ -45,8 +45,6 @@ class Config(common.RunConfig):  # which has the flags of every script: --model,
     updates_per_batch: int = flag(1, "μ: passes (PPO epochs) over a rollout batch, in the same minibatches (paper: 1)")
     clip_eps: float = flag(0.2, "ε: ratios are clipped to 1 ± ε (with one update per rollout, the default, all are 1)")
     lr: float = flag(1e-4, "learning rate; 1e-6 suits a real model (paper: 1e-6)")
-    warmup_steps: int = flag(0, "optimizer steps of linear warm-up, the first with a learning rate of 0")
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
 
 
 def group_advantages(rewards: torch.Tensor) -> torch.Tensor:

@@ -42,8 +42,6 @@ class Config(common.RunConfig):  # which has the flags of every script: --model,
     clip_eps: float = flag(0.2, "ε: ratios are clipped to 1 ± ε (with one update per rollout, the default, all are 1)")
     kl_coef: float = flag(0.04, "β: weight of the KL to the reference; at 0, no reference is loaded (paper: 0.04)")
     lr: float = flag(1e-4, "learning rate; 1e-6 suits a real model (paper: 1e-6)")
-    warmup_steps: int = flag(0, "optimizer steps of linear warm-up, the first with a learning rate of 0")
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
 
 
 def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch.Tensor:

@@ -57,8 +57,6 @@ class Config(common.RunConfig):  # which has the flags of every script: --model,
     entropy_coef: float = flag(0.0, "weight of the entropy bonus (PPO eq. 9; RLHF goes without)")
     lr: float = flag(1e-4, "learning rate; 1e-6 suits a real model (N+: 3e-6, falling to 0: --lr_schedule linear)")
     value_lr: float = flag(1e-3, "learning rate of the critic; 1e-5 suits a real model (N+: the policy's)")
-    warmup_steps: int = flag(0, "optimizer steps of linear warm-up, the first with a learning rate of 0")
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm, policy and critic each on its own")
 
 
 def token_rewards(scores: torch.Tensor, logprobs, ref_logprobs, mask, kl_coef: float) -> torch.Tensor:

@@ -36,7 +36,6 @@ class Config(common.RunConfig):  # which has the flags of every script: --model,
     lr_schedule: Literal["constant", "linear", "cosine"] = flag(
         "linear", "after the warm-up (InstructGPT: cosine, to a tenth)")
     warmup_steps: int = flag(10, "optimizer steps of linear warm-up, the first with a learning rate of 0")
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     eval_every: int = flag(100, "steps between evaluations; there is one before the first step and one after the last")
 
 
