@@ -81,10 +81,9 @@ def evaluate(policy, tokenizer, preferences, problems, score, cfg: Config, devic
     metrics = common.evaluate(policy, tokenizer, problems, score, cfg)
     if preferences:
         logprobs = answer_logprobs(policy, tokenizer, preferences, cfg, device)
-        # The implicit rewards [K] of each preference.
+        # The implicit rewards [K] of each preference, and [pairs] of the better and the worse answer of each pair.
         rewards = [cfg.beta * (own - preference.ref_logprobs) for own, preference in zip(logprobs, preferences)]
-        pairs = [torch.tensor(preference.pairs).unbind(1) for preference in preferences]  # (better, worse) of each
-        chosen, rejected = (torch.cat([r[rows] for r, rows in zip(rewards, side)]) for side in zip(*pairs))
+        chosen, rejected = torch.cat([r[torch.tensor(p.pairs)] for r, p in zip(rewards, preferences)]).unbind(1)
         differences = chosen - rejected
         # A tie is half right: before the first update, policy and reference agree, and all pairs tie.
         right = torch.heaviside(differences, differences.new_tensor(0.5))

@@ -98,8 +98,8 @@ def evaluate(model, tokenizer, preferences, cfg: Config, device) -> dict[str, fl
     if not preferences:
         return {}
     scores = answer_scores(model, tokenizer, preferences, cfg, device)
-    pairs = [torch.tensor(preference.pairs).unbind(1) for preference in preferences]  # (better, worse) of each
-    differences = torch.cat([s[better] - s[worse] for s, (better, worse) in zip(scores, pairs)])
+    better, worse = torch.cat([s[torch.tensor(p.pairs)] for s, p in zip(scores, preferences)]).unbind(1)  # [pairs]
+    differences = better - worse
     right = torch.heaviside(differences, differences.new_tensor(0.5))  # a tie is half right
     return {
         "eval_pair_accuracy": right.mean().item(),
