@@ -2140,7 +2140,7 @@ class Run:
                 for p, problem in enumerate(problems[:4]) for g in range(min(2, G))])
 
     def append(self, name: str, rows: list[dict]) -> None:
-        """Add lines to a file of OUTPUT_DIR. (--resume drops later ones from metrics.jsonl and samples.jsonl alone.)"""
+        """Add lines to a file in OUTPUT_DIR. (--resume removes later ones only in metrics.jsonl and samples.jsonl.)"""
         path = self.directory / name
         with one_line_errors(f"cannot write {path}; --resume continues from the last checkpoint", TrainingFailed):
             with open(path, "a") as file:
@@ -2201,7 +2201,7 @@ class Run:
 
     def keep_model(self, step: int, model, tokenizer) -> None:
         """Every --model_every steps, write OUTPUT_DIR/models/step-N. Call it before `end_step`, which may stop the run:
-        continued, that does not do this step again."""
+        --resume does not repeat a step that has ended."""
         if self.keeps_model(step):
             save_model(model, tokenizer, self.directory / "models" / f"step-{step}")
 
@@ -2229,12 +2229,12 @@ class Run:
         return sorted(found, key=lambda path: int(path.name[5:]))
 
     def parameters_that_train(self) -> list[str]:
-        """Their names, of all models: those whose moments a checkpoint holds."""
+        """The names of all models' trainable parameters, whose optimizer state a checkpoint holds."""
         return [f"{name}.{key}" for name, (model, *_) in self.trained.items()
                 for key, parameter in model.named_parameters() if parameter.requires_grad]
 
     def layout_of_extra(self) -> dict:
-        """Of each value in `extra`: a tensor's dtype and shape, those of a dict of nothing but tensors, else None."""
+        """For each value in `extra`: dtype and shape of a tensor, or of each tensor in a dict of tensors, else None."""
         def layout(value):
             if isinstance(value, dict) and value and all(isinstance(x, torch.Tensor) for x in value.values()):
                 return {key: layout(x) for key, x in value.items()}
@@ -2365,8 +2365,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
 
 
 def splits_as_its_file(tokenizer, file: str) -> bool:
-    """Does it split a text, of a kind that tokenizers split differently, as its tokenizer.json does?"""
-    end = tokenizer.eos_token or ""  # Llama 2's adds a space in front of what follows a special token
+    """Does the tokenizer split a text full of tricky cases in the way that its tokenizer.json does?"""
+    end = tokenizer.eos_token or ""  # Llama 2's tokenizer adds a space after a special token
     text = f" In 2023, it's 1+1 =  two.\n\n\tÇa va? 你好:\n    the\n\n\nthe\n(i).x{end}x{end} x"
     own = tokenizers.Tokenizer.from_file(file)
     return tokenizer.encode(text, add_special_tokens=False) == own.encode(text, add_special_tokens=False).ids
@@ -2417,8 +2417,8 @@ def load_model(name: str, device: torch.device, trainable: bool = True, cls=Auto
                 say(f"--model {name}: holds weights that its config.json has no place for, such as {min(unused)}")
             return model
     model = on_main_rank(read_weights)
-    # Where the file has two that differ, transformers does not tie head and embedding, whatever config.json says. Other
-    # programs, and a model on the meta device, would.
+    # If the head in the file differs from the embedding, transformers leaves the two untied, whatever config.json says.
+    # Other programs would tie them, and so would a model on the meta device.
     ties = cls is AutoModelForCausalLM and getattr(text_config, "tie_word_embeddings", False)  # Inkling's lacks it
     head = model.get_output_embeddings() if model and ties else None
     if from_main_rank(head is not None and head.weight is not model.get_input_embeddings().weight):
@@ -2482,8 +2482,8 @@ def load_policy(cfg, device: torch.device, cls=AutoModelForCausalLM, **config_ch
 
 
 def check_vocabulary(name: str, tokenizer, model) -> None:
-    """Raise UserError if a token has no row in the model's embedding, but for special ones that its template lacks:
-    Gemma 3 1B's <image_soft_token>, Code Llama's <FILL_ME>, a <pad> (which is replaced by EOS)."""
+    """Raise UserError if a token has no row in the model's embedding. Special tokens that the chat template never uses
+    may lack one: Gemma 3 1B's <image_soft_token>, Code Llama's <FILL_ME>, a <pad> (EOS replaces it)."""
     rows = model.config.get_text_config().vocab_size
     if tokenizer.pad_token_id >= rows:
         tokenizer.pad_token = tokenizer.eos_token
@@ -2566,15 +2566,15 @@ def shard(model, device: torch.device):
 
 
 def is_small(model, device: torch.device) -> bool:
-    """Can one GPU spare 12 bytes a parameter, a fifth of its memory at most, for all weights and gradients in bfloat16
-    and two float32 copies of the gradients? Then the model is one FSDP module. (With one per layer these exist for a
-    layer at a time, but FSDP's work for each module doubles a short pass: 0.5B, 4,096 tokens, H200.)"""
+    """Whether the whole model is to be one FSDP module: on one GPU, if it takes less than a fifth of its memory. It
+    takes 12 bytes a parameter: weights and gradients in bfloat16, two copies of the gradients in float32. A module per
+    layer takes these for one layer at a time, but makes a short pass twice as slow (0.5B, 4,096 tokens, H200)."""
     size = sum(parameter.numel() for parameter in model.parameters())
     return device.type == "cuda" and world_size() == 1 and 12 * size < torch.cuda.mem_get_info(device)[1] / 5
 
 
 def fuse_norms(model):
-    """Let every RMSNorm that is written as Llama's (as most models' are) run as one CUDA kernel instead of eight."""
+    """Run every RMSNorm whose code is the same as Llama's (most models' is) as one CUDA kernel instead of eight."""
     def body(cls):
         code = getattr(cls.forward, "__code__", None)
         return code and (code.co_code, code.co_names, code.co_consts)
@@ -2600,15 +2600,15 @@ def mkl_is_slow() -> bool:
 def linear(x, weight, bias=None):
     """F.linear: [..., in], [out, in], [out] -> [..., out]. Where `mkl_is_slow`, oneDNN computes large float32 products.
 
-    PyTorch gives matrices to MKL, but convolutions to oneDNN. So a product is written as one, with a 1×1 kernel: each
-    row of x is a pixel. Of few rows that takes longer, since it copies the weights. Without gradients, as in decoding,
-    there is an operator of oneDNN's for them.
+    PyTorch uses MKL for matrix products, but oneDNN for convolutions. So the product is computed as a convolution
+    with a 1×1 kernel, in which each row of x is a pixel. That copies the weights, which is too slow for few rows. For
+    these there is an operator of oneDNN's, but without gradients: it serves in decoding.
     """
-    rows, gradient = math.prod(x.shape[:-1]), torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
-    # oneDNN compiles code for each new shape, in about a millisecond: in a model of few layers, that must pay off.
+    rows = math.prod(x.shape[:-1])
+    gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    # oneDNN takes about a millisecond to compile code for each new shape, which does not pay in a model of few layers.
     large = weight.numel() >= 2 ** 18 or rows * weight.numel() >= 2 ** 25
-    many = rows >= 256 and x.numel() > 20_480  # the latter because PyTorch convolves smaller images itself
+    many = rows >= 256 and x.numel() > 20_480  # PyTorch convolves smaller images without oneDNN
     if (not large or gradient and not many or x.device.type != "cpu" or x.dtype != torch.float32
             or torch.is_autocast_enabled("cpu") or not mkl_is_slow()):
         return F.linear(x, weight, bias)
@@ -2628,8 +2628,8 @@ class OneDNNLinear(torch.nn.Linear):
 
 
 def reshard(model):
-    """After a forward pass without a backward pass, FSDP's root still has its gathered parameters. An optimizer cannot
-    update these, and the next pass would use them as they are."""
+    """Free FSDP's gathered parameters. After a forward pass without a backward pass, the root still has them: an
+    optimizer cannot update these, and the next pass would use them unchanged."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -2796,12 +2796,12 @@ class RunConfig:
     data: str = flag("arithmetic", "arithmetic[:DIGITS] (built in; tiny learns up to 3), FILE.jsonl[.gz], or a hub "
                                    "id[:CONFIG[:SPLIT]]")
     eval_data: str = flag("", "held-out data, in the same forms; arithmetic brings its own")
-    system_prompt: str = flag("", "system message for prompts without one (without a chat template: text before the "
-                                  "prompt). none: no such message. Empty: one that asks for <think> and <answer>, but "
-                                  "none for preferences or for a string without a template")
+    system_prompt: str = flag("", "system message for prompts that have none (text before the prompt, if there is no "
+                                  "chat template); none: no message; empty: one that asks for <think> and <answer>, "
+                                  "but no message for preferences or where a plain prompt meets no template")
     thinking: Literal["auto", "on", "off"] = flag(
-        "auto", "whether a chat template with such a switch (Qwen3's) lets the model think about problems; auto: on "
-                "without --system_prompt, else what it does unasked")
+        "auto", "whether the model is to think about problems, if its chat template has a switch for it (Qwen3's); "
+                "auto: on, or with --system_prompt the template's default")
     max_prompt_tokens: int = flag(1024, "longer prompts are left out, and the script says how many")
     trust_remote_code: bool = flag(False, "run model code that comes with the checkpoint")
     output_dir: str = flag("", "metrics.jsonl, model/, checkpoint/ and the rest go here; empty: runs/SCRIPT")
@@ -2825,8 +2825,8 @@ class RunConfig:
 
 
 LARGEST = 1e30  # rules out infinity
-# The lowest and highest value of a number flag. One that is not listed is at least 1 (int) or 0 (float), or its default
-# where that is lower.
+# The lowest and highest values of number flags. The lowest of one that is not listed is 1 (int) or 0 (float), or its
+# default if that is lower.
 LIMITS = {
     "max_grad_norm": (1e-8, LARGEST), "temperature": (1e-8, LARGEST), "beta": (1e-8, LARGEST),
     "clip_eps": (0, 1), "clip_low": (0, 1), "clip_high": (0, 10), "label_smoothing": (0, 0.5),
@@ -2879,7 +2879,7 @@ def check_config(cfg) -> None:
             raise UserError(f"--{name} {value}: must be one of {', '.join(get_args(kind))}")
         if get_origin(kind) is None and not isinstance(value, (int, float) if kind is float else kind):
             raise UserError(f"--{name} {value!r}: must be of type {kind.__name__}")
-        elif kind is str and re.search("[\ud800-\udfff]", value):
+        if kind is str and re.search("[\ud800-\udfff]", value):
             raise UserError(f"--{name} {value!r}: is not UTF-8")
         if kind in (int, float):
             low, high = LIMITS.get(name, (min(getattr(type(cfg), name, 1), 1 if kind is int else 0), LARGEST))
@@ -2888,14 +2888,14 @@ def check_config(cfg) -> None:
                 raise UserError(f"--{name} {value}: must be {'above 0' if low == 1e-8 and not value > 0 else wanted}")
     if getattr(cfg, "minibatches", 1) > getattr(cfg, "prompts_per_step", 1) * getattr(cfg, "group_size", 1):
         raise UserError(f"--minibatches {cfg.minibatches}: more than the completions of a step")
-    # A buffer longer than --max_new_tokens would punish even an empty completion. Only up to the default may it be so.
+    # A buffer longer than --max_new_tokens would penalize even an empty completion. Only the default may be.
     if hasattr(cfg, "overlong_buffer") and cfg.overlong_buffer > max(cfg.max_new_tokens, type(cfg).overlong_buffer):
         raise UserError(f"--overlong_buffer {cfg.overlong_buffer}: more than --max_new_tokens {cfg.max_new_tokens}")
 
 
 def warn_of_flags(cfg) -> None:
-    """Say so if nothing is evaluated or no update has the full --lr, and which flags of a real model's run still have a
-    default that suits the tiny one."""
+    """Warn if nothing is evaluated, if no update has the full --lr, or if a real model trains with defaults that are
+    meant for the tiny one."""
     if not (cfg.eval_data or is_built_in(cfg.data) or getattr(cfg, "eval_problems", "")):
         say("no --eval_data: nothing is evaluated")
     if cfg.warmup_steps >= (updates := most_updates(cfg)):
@@ -2915,7 +2915,7 @@ def launch(main, Config) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if not huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS:
-        huggingface_hub.utils.enable_progress_bars()  # a download takes long; these went off with the others
+        huggingface_hub.utils.enable_progress_bars()  # downloads take long: show their progress
     huggingface_hub.utils.logging.set_verbosity_error()
     if "RANK" in os.environ:  # tqdm's own lock has a semaphore, of which Python 3.14 would warn after os._exit
         tqdm.set_lock(threading.RLock())
@@ -2939,8 +2939,8 @@ def launch(main, Config) -> None:
             traceback.print_exc()
             leave(1, together=False)
         if deserted or os.environ.get("LOCAL_RANK", "0") != "0":
-            # Most errors reach all ranks, and rank 0 reports them: when it exits, torchrun ends this process. One that
-            # is still there after this wait has an error of its own.
+            # Most errors reach all ranks. Rank 0 reports them and exits, and torchrun then ends this process. If it is
+            # still alive after this wait, the error is its own.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(15)
         tqdm.write(f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -2948,7 +2948,7 @@ def launch(main, Config) -> None:
 
 
 def leave(code: int = 0, together: bool = True) -> None:
-    """Exit; if together, once every rank has got here, since by then all is saved."""
+    """End the process; with `together`, only when every rank has got here and has thus saved everything."""
     if world_size() > 1:
         if together:
             dist.barrier()
@@ -2963,8 +2963,8 @@ def leave(code: int = 0, together: bool = True) -> None:
 
 
 def outliving_reader(method):
-    """A stream's method, which now fails silently once nobody reads the stream. Ctrl-C also ends the `tee` that a run
-    is piped into, and the run still has to save."""
+    """A stream's method, made to fail silently: Ctrl-C also ends the `tee` that a run is piped into, but the run, which
+    nobody reads then, still has to save."""
     def call(*args):
         with contextlib.suppress(OSError):
             return method(*args)

@@ -22,8 +22,8 @@ train real models on your own data, on one GPU or many.
 Symbols: π is the policy, π_old the one that sampled, ρ = π/π_old, π_ref the policy before training; o_i is a
 completion, o_{i,t} its token t, π(o_{i,t}) that token's probability given all before it; |o_i| is the completion's
 length in tokens, R_i its reward. Â > 0 makes tokens likelier, Â < 0 less likely.
-Shapes: P prompts, G completions per prompt, N = P·G (in 1/N: those of one update); T tokens per completion, padded to
-the longest; B rows in a micro-batch, padded only to its own longest.
+Shapes: P prompts with G completions each, N = P·G completions (in the formulas: those of one update); T tokens per
+completion, padded to the longest; B rows in a micro-batch, padded to the longest of these rows only.
 """
 import math
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from common import flag, sample, token_logprobs
 
 
 @dataclass
-class Config(common.RunConfig):  # which has the flags of every script: --model, --data, --output_dir, …
+class Config(common.RunConfig):  # RunConfig has the flags that all scripts share: --model, --data, …
     steps: int = flag(60, "training steps, each on a new rollout batch")
     prompts_per_step: int = flag(16, "P: prompts per rollout batch (GRPO's paper 1,024/64 = 16, DAPO's 512, Dr. "
                                      "GRPO's code 128)")
@@ -48,12 +48,12 @@ class Config(common.RunConfig):  # which has the flags of every script: --model,
                                    "of a reward model")
     format_reward: float = flag(0.0, "weight of the extra reward for the form <think>…</think><answer>…</answer>")
     divide_by_std: bool = flag(True, "advantage (R − mean) / std, as in the paper; --no_divide_by_std: R − mean")
-    dynamic_sampling: bool = flag(True, "sample until P groups are mixed, right and wrong; --no_dynamic_sampling: P")
-    max_generation_batches: int = flag(10, "most rollouts of a step; after these, it trains on the groups it has")
+    dynamic_sampling: bool = flag(True, "sample until P groups are only partly right; --no_dynamic_sampling: any P")
+    max_generation_batches: int = flag(10, "a step makes at most this many rollouts, then trains on the groups it has")
     overlong_buffer: int = flag(8, "length is penalized from this many tokens before the cut (paper: 4,096); 0: never")
     overlong_filtering: bool = flag(False, "leave truncated completions out of the loss, but not out of their group")
     loss_average: Literal["token", "prompt", "sequence"] = flag(
-        "token", "mean over all tokens; or over each prompt's (eq. 12) or each completion's (GRPO), then over these")
+        "token", "token: mean over all tokens; prompt (eq. 12) or sequence (GRPO): mean within each, then over these")
     minibatches: int = flag(1, "minibatches per rollout batch, an optimizer step each (GRPO's paper 1, DAPO's 16, "
                                "Dr. GRPO's code 8)")
     updates_per_batch: int = flag(1, "μ: passes (PPO epochs) over a rollout batch, in the same minibatches (paper: 1)")
@@ -68,9 +68,9 @@ def group_advantages(rewards: torch.Tensor, divide_by_std: bool = True) -> torch
     They are exactly 0 in a group whose rewards are all equal, and in a group of one.
     """
     rewards = 1.0 * rewards  # they may be bool or int
-    rewards = rewards - rewards[:, :1]  # equal rewards are exactly 0 from here on, whatever their mean would round to
+    rewards = rewards - rewards[:, :1]  # equal rewards become exactly 0; their mean might be rounded
     mean = rewards.mean(dim=1, keepdim=True)
-    std = rewards.std(dim=1, keepdim=True, correction=min(1, rewards.shape[1] - 1))  # sample std (n − 1); of one, 0
+    std = rewards.std(dim=1, keepdim=True, correction=min(1, rewards.shape[1] - 1))  # sample std; 0 for a group of one
     return (rewards - mean) / (std + 1e-6) if divide_by_std else rewards - mean
 
 
@@ -87,9 +87,9 @@ def informative_groups(correct: torch.Tensor) -> torch.Tensor:
 def dynamic_sampling(draw, num_prompts: int, max_generation_batches: int):
     """Roll out until `num_prompts` groups are informative, but at most `max_generation_batches` times.
 
-    draw(P) returns (batch, rollout, rewards [P, G], correct [P, G]). After the first call, P is as many prompts as
-    should yield the groups still missing, but at most num_prompts. Returns the list of all these rollouts, and the
-    groups to train on, numbered through that list. Groups beyond num_prompts are lost: the next step has a new policy.
+    draw(P) returns (batch, rollout, rewards [P, G], correct [P, G]). In later calls P is the number of prompts that
+    should yield the missing groups, at most num_prompts. Returns what all calls returned, and the numbers of the
+    groups to train on, counted over all calls. Surplus groups are dropped: the next step has another policy.
     """
     drawn, wanted = [], num_prompts
     for _ in range(max_generation_batches):
@@ -115,8 +115,8 @@ def token_weights(mask: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 def unit_token_weights(mask: torch.Tensor, size: int, num_sequences: int) -> torch.Tensor:
-    """--loss_average prompt or sequence: a mean over the tokens of each unit of `size` adjacent rows, then over
-    units (also those that filtering has left without tokens). With size 1, these are grpo.py's weights."""
+    """--loss_average prompt or sequence: the mean over each unit's tokens, then over the units. A unit is `size`
+    adjacent rows, and counts even if filtering has left it no tokens. With size 1, these are grpo.py's weights."""
     num_tokens = mask.sum(dim=1).view(-1, size).sum(dim=1).repeat_interleave(size)  # [N], of each row's unit
     return mask / num_tokens[:, None].clamp(min=1) * size / num_sequences
 
@@ -131,12 +131,12 @@ def dapo_loss(logprobs, old_logprobs, advantages, weights, clip_low: float, clip
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
     advantages = advantages.detach().reshape(len(logprobs), -1).where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
-    # While π is still π_old, ρ is 1, but its gradient is ∇log π: that of the loss is then −Σ w Â ∇log π, the plain
-    # policy gradient (REINFORCE).
+    # While π is still π_old, ρ = 1 and ∇ρ = ∇log π, so the gradient of the loss is −Σ w Â ∇log π: the plain policy
+    # gradient (REINFORCE).
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    # The smaller of the two: a token whose ratio has left the clip's range the way that its advantage pushes it gets no
-    # gradient to go further. One that has gone the other way still gets its gradient.
+    # The minimum takes the gradient away from a token whose ratio has left the range in the direction in which its
+    # advantage pushes it. A token whose ratio has left it in the other direction keeps its gradient.
     loss = -(weights * torch.min(unclipped, clipped)).sum()
     stats = {"clip_fraction": common.masked_mean((clipped < unclipped).float(), active),
              "approx_kl": common.masked_mean(ratio - 1 - log_ratio, active)}  # an estimate of KL(π_old‖π)
@@ -191,14 +191,14 @@ def main(cfg: Config) -> None:
         order = order[torch.randperm(len(order))]  # shuffled
         count = math.ceil(cfg.minibatches * len(groups) / cfg.prompts_per_step)  # with fewer groups, fewer minibatches
         minibatches = order.tensor_split(count) if count > 0 else ()
-        # At update 0 the policy is still the one that sampled: that update records its own log-probs as the old ones
-        # (below). The later minibatches meet a policy that has moved on: a forward pass now computes theirs.
+        # In update 0 the policy is still the one that sampled, so its log-probs there serve as the old ones (below).
+        # By the time of the later minibatches it has changed, so their old log-probs are computed now.
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
 
         for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):  # all of them, μ times over
             if cfg.loss_average == "token":
-                weights = token_weights(loss_mask, int(loss_mask[minibatch].sum()))  # [N, T]; only its rows are read
+                weights = token_weights(loss_mask, int(loss_mask[minibatch].sum()))  # [N, T]; only its rows count
             else:  # a minibatch may hold a part of a group; the tokens of the whole group count
                 size = cfg.group_size if cfg.loss_average == "prompt" else 1
                 weights = unit_token_weights(loss_mask, size, len(minibatch))
@@ -208,7 +208,7 @@ def main(cfg: Config) -> None:
                 mask = loss_mask[rows, :T]
                 if update == 0:
                     old_logprobs[rows, :T] = logprobs.detach()
-                    gap = (logprobs - rollout.logprobs[rows, :T]).abs()  # only rounding sets them apart
+                    gap = (logprobs - rollout.logprobs[rows, :T]).abs()  # nothing but rounding
                     meter.add(mask.sum(), sampler_gap=common.masked_mean(gap, mask))
                 loss, stats = dapo_loss(
                     logprobs, old_logprobs[rows, :T],

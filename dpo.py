@@ -28,7 +28,7 @@ from common import flag, sample, token_logprobs
 
 
 @dataclass
-class Config(common.RunConfig):  # which has the flags of every script: --model, --data, --output_dir, …
+class Config(common.RunConfig):  # RunConfig has the flags that all scripts share: --model, --data, …
     steps: int = flag(60, "training steps, one update each")
     pairs_per_step: int = flag(64, "pairs per step (paper: 64); --on_policy: prompts (equal rewards make no pair)")
     max_completion_tokens: int = flag(1024, "longer answers are cut off here, and then have no EOS")
@@ -124,13 +124,13 @@ def main(cfg: Config) -> None:
         items = [pair for ranking in rankings for pair in ranking.split()]
     data = common.Shuffled(items, cfg.seed)
 
-    # The reference is the policy before its first update. So its log-probs of given answers are computed here, once
-    # (before run.start, which with --resume loads a later policy), and no second model stays in memory. There are no
-    # answers yet with --on_policy, which therefore keeps the reference.
+    # The reference is the policy before its first update. Its log-probs of given answers are computed once, here, so
+    # that no second model stays in memory (and before run.start, because --resume loads a later policy there). With
+    # --on_policy there are no answers yet, so the reference stays.
     if not cfg.on_policy:
         if not cfg.reference_free:
             common.say("computing the reference's log-probs")  # of many pairs, this takes long
-        for preferences in (data.first(cfg.steps * cfg.pairs_per_step), eval_preferences):  # all it reads
+        for preferences in (data.first(cfg.steps * cfg.pairs_per_step), eval_preferences):  # all that will be read
             logprobs = answer_logprobs(None if cfg.reference_free else policy, tokenizer, preferences, cfg, run.device)
             for preference, ref_logprobs in zip(preferences, logprobs):
                 preference.ref_logprobs = ref_logprobs

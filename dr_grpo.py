@@ -17,8 +17,8 @@ train real models on your own data, on one GPU or many.
 Symbols: π is the policy, π_old the one that sampled, ρ = π/π_old, π_ref the policy before training; o_i is a
 completion, o_{i,t} its token t, π(o_{i,t}) that token's probability given all before it; |o_i| is the completion's
 length in tokens, R_i its reward. Â > 0 makes tokens likelier, Â < 0 less likely.
-Shapes: P prompts, G completions per prompt, N = P·G (in 1/N: those of one update); T tokens per completion, padded to
-the longest; B rows in a micro-batch, padded only to its own longest.
+Shapes: P prompts with G completions each, N = P·G completions (in the formulas: those of one update); T tokens per
+completion, padded to the longest; B rows in a micro-batch, padded to the longest of these rows only.
 """
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ from common import flag, sample, token_logprobs
 
 
 @dataclass
-class Config(common.RunConfig):  # which has the flags of every script: --model, --data, --output_dir, …
+class Config(common.RunConfig):  # RunConfig has the flags that all scripts share: --model, --data, …
     steps: int = flag(60, "training steps, each on a new rollout batch")
     prompts_per_step: int = flag(16, "P: prompts per rollout batch (GRPO's paper 1,024/64 = 16, DAPO's 512, Dr. "
                                      "GRPO's code 128)")
@@ -53,7 +53,7 @@ def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
     They are exactly 0 in a group whose rewards are all equal, and in a group of one.
     """
     rewards = 1.0 * rewards  # they may be bool or int
-    rewards = rewards - rewards[:, :1]  # equal rewards are exactly 0 from here on, whatever their mean would round to
+    rewards = rewards - rewards[:, :1]  # equal rewards become exactly 0; their mean might be rounded
     mean = rewards.mean(dim=1, keepdim=True)
     return rewards - mean
 
@@ -76,12 +76,12 @@ def dr_grpo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
     advantages = advantages.detach().reshape(len(logprobs), -1).where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
-    # While π is still π_old, ρ is 1, but its gradient is ∇log π: that of the loss is then −Σ w Â ∇log π, the plain
-    # policy gradient (REINFORCE).
+    # While π is still π_old, ρ = 1 and ∇ρ = ∇log π, so the gradient of the loss is −Σ w Â ∇log π: the plain policy
+    # gradient (REINFORCE).
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
-    # The smaller of the two: a token whose ratio has left the clip's range the way that its advantage pushes it gets no
-    # gradient to go further. One that has gone the other way still gets its gradient.
+    # The minimum takes the gradient away from a token whose ratio has left the range in the direction in which its
+    # advantage pushes it. A token whose ratio has left it in the other direction keeps its gradient.
     loss = -(weights * torch.min(unclipped, clipped)).sum()
     stats = {"clip_fraction": common.masked_mean((clipped < unclipped).float(), active),
              "approx_kl": common.masked_mean(ratio - 1 - log_ratio, active)}  # an estimate of KL(π_old‖π)
@@ -118,20 +118,20 @@ def main(cfg: Config) -> None:
 
         # 4. Update. Weights are relative to the whole minibatch, so the gradients of its micro-batches just add up.
         minibatches = torch.randperm(len(advantages)).tensor_split(cfg.minibatches)  # shuffled row numbers
-        # At update 0 the policy is still the one that sampled: that update records its own log-probs as the old ones
-        # (below). The later minibatches meet a policy that has moved on: a forward pass now computes theirs.
+        # In update 0 the policy is still the one that sampled, so its log-probs there serve as the old ones (below).
+        # By the time of the later minibatches it has changed, so their old log-probs are computed now.
         old_logprobs = common.rollout_logprobs(
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
 
         for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):  # all of them, μ times over
-            weights = token_weights(rollout.mask, len(minibatch), cfg.max_new_tokens)  # [N, T]; only its rows are read
+            weights = token_weights(rollout.mask, len(minibatch), cfg.max_new_tokens)  # [N, T]; only its rows count
             total_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):
                 logprobs, entropy = token_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [B, T]
                 mask = rollout.mask[rows, :T]
                 if update == 0:
                     old_logprobs[rows, :T] = logprobs.detach()
-                    gap = (logprobs - rollout.logprobs[rows, :T]).abs()  # only rounding sets them apart
+                    gap = (logprobs - rollout.logprobs[rows, :T]).abs()  # nothing but rounding
                     meter.add(mask.sum(), sampler_gap=common.masked_mean(gap, mask))
                 loss, stats = dr_grpo_loss(
                     logprobs, old_logprobs[rows, :T],

@@ -7,8 +7,8 @@ arXiv:2203.02155; details from "The N+ Implementation Details of RLHF with PPO",
               r_{i,t} = −β·log(π_old/π_ref), plus the completion's score at its last token        (InstructGPT eq. 2)
     minimize  1/Σ|o_j| Σ_{i,t}  ½ max((V − V̂)², (clip(V, V_old ± ε_v) − V̂)²),   V̂ = Â + V_old  (N+)
 
-The critic V is a second network: before each token, it predicts the sum of the rewards still to come. V_old is what it
-said before the rollout's first update, and so is the V in δ. GRPO has no critic and compares whole completions instead.
+The critic V is a second network: before each token, it predicts the sum of the rewards still to come. V_old, and the V
+in δ, are its predictions before the rollout's first update. GRPO has no critic: it compares whole completions instead.
 For the policy's loss, though not for V̂, Â is whitened (scaled to mean 0, standard deviation 1) over each minibatch.
 
 Without flags, the script teaches the built-in tiny model to add, on a CPU, in about a minute. README.md shows how to
@@ -19,7 +19,7 @@ Symbols: π is the policy, π_old the one that sampled, ρ = π/π_old, π_ref t
 completion, o_{i,t} its token t, π(o_{i,t}) that token's probability given all before it; |o_i| is the completion's
 length in tokens. Â > 0 makes tokens likelier, Â < 0 less likely.
 Shapes: N prompts with one completion each; T tokens per completion, padded to the longest; B rows in a micro-batch,
-padded only to its own longest.
+padded to the longest of these rows only.
 """
 from dataclasses import dataclass, replace
 
@@ -31,7 +31,7 @@ from common import flag, sample, token_logprobs, token_values
 
 
 @dataclass
-class Config(common.RunConfig):  # which has the flags of every script: --model, --data, --output_dir, …
+class Config(common.RunConfig):  # RunConfig has the flags that all scripts share: --model, --data, …
     steps: int = flag(15, "training steps, each on a new rollout batch")
     prompts_per_step: int = flag(256, "N: prompts per rollout batch, one completion each (N+, arXiv:2403.17031: 512)")
     max_new_tokens: int = flag(40, "completions are cut off after this many tokens (N+: 53)")
@@ -42,13 +42,13 @@ class Config(common.RunConfig):  # which has the flags of every script: --model,
     normalize_scores: bool = flag(True, "scale a reward model's scores to mean 0, std 1 on the first rollout (Ziegler "
                                         "et al.), so that β, ε_v and --missing_eos_score suit any reward model; "
                                         "--no_normalize_scores: as they are")
-    missing_eos_score: float = flag(-1.0, "most that a completion without EOS can score (N+: it is -1); 1e9: no limit")
+    missing_eos_score: float = flag(-1.0, "limit on the score of a completion without EOS (N+: always -1); 1e9: none")
     kl_coef: float = flag(0.2, "β: weight of the KL penalty in the reward; at 0, no reference is loaded (N+: 0.05)")
     kl_target: float = flag(0.0, "adapt β to keep the KL at this many nats per completion (Ziegler et al.'s code: 6); "
                                  "0: fixed β")
     gamma: float = flag(1.0, "γ: discount; a reward k tokens later counts γ^k (InstructGPT: 1)")
-    lam: float = flag(0.95, "λ: at 0 an advantage rests on the critic's next value, at 1 on the rewards that came; 1 "
-                            "suits long completions (N+: 0.95)")
+    lam: float = flag(0.95, "λ of GAE: 0 trusts the critic's next value, 1 only the rewards that came; 1 suits long "
+                            "completions (N+: 0.95)")
     minibatches: int = flag(1, "minibatches per rollout batch, an optimizer step each (N+: 1)")
     updates_per_batch: int = flag(4, "passes (PPO epochs) over a rollout batch, in the same minibatches (N+: 4)")
     clip_eps: float = flag(0.2, "ε: ratios are clipped to 1 ± ε (PPO: 0.2)")
@@ -66,7 +66,7 @@ def token_rewards(scores: torch.Tensor, logprobs, ref_logprobs, mask, kl_coef: f
     reaches the policy through the advantages, like any reward.
     """
     penalty = kl_coef * (logprobs - ref_logprobs)
-    last = mask.cumsum(1) == mask.sum(1, keepdim=True)  # [N, T]; true after the last token too, where the mask is not
+    last = mask.cumsum(1) == mask.sum(1, keepdim=True)  # [N, T]; true after it too, where the mask is false
     return (scores.reshape(-1, 1).where(last, 0.0) - penalty).where(mask, 0.0)
 
 
@@ -125,12 +125,12 @@ def ppo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):
     log_ratio = (logprobs - old_logprobs.detach()).where(active, 0.0)
     advantages = advantages.detach().where(active, 0.0)
     ratio = log_ratio.clamp(-20, 20).exp()  # ρ, kept finite
-    # While π is still π_old, ρ is 1, but its gradient is ∇log π: that of the loss is then −Σ w Â ∇log π, the plain
-    # policy gradient (REINFORCE).
+    # While π is still π_old, ρ = 1 and ∇ρ = ∇log π, so the gradient of the loss is −Σ w Â ∇log π: the plain policy
+    # gradient (REINFORCE).
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
-    # The smaller of the two: a token whose ratio has left the clip's range the way that its advantage pushes it gets no
-    # gradient to go further. One that has gone the other way still gets its gradient.
+    # The minimum takes the gradient away from a token whose ratio has left the range in the direction in which its
+    # advantage pushes it. A token whose ratio has left it in the other direction keeps its gradient.
     loss = -(weights * torch.min(unclipped, clipped)).sum()
     stats = {"clip_fraction": common.masked_mean((clipped < unclipped).float(), active),
              "approx_kl": common.masked_mean(ratio - 1 - log_ratio, active)}  # an estimate of KL(π_old‖π)
@@ -140,8 +140,8 @@ def ppo_loss(logprobs, old_logprobs, advantages, weights, clip_eps: float):
 def value_loss(values, old_values, returns, weights, clip_eps: float):
     """Σ_{i,t} w · ½ max((V − V̂)², (clip(V, V_old ± ε_v) − V̂)²). Returns (loss, stats).
 
-    As with the policy's clip, a value that has moved more than ε_v towards its return gets no gradient to move further
-    (nor back, until it is as far beyond its return as the clipped value is short of it).
+    As with the policy's clip, a value that has moved more than ε_v towards its return gets no gradient. It gets one
+    again only when it is farther beyond its return than the clipped value falls short of it.
     All tensors are [B, T]. Gradients flow into `values` only. Where a weight is 0, the other tensors may hold
     anything, even NaN.
     """
@@ -204,7 +204,7 @@ def main(cfg: Config) -> None:
     score = common.load_reward(replace(cfg, format_reward=0.0))  # "2. Score" adds it
     problems, eval_problems = common.read_train_and_eval(cfg)
     policy, tokenizer = common.load_policy(cfg, run.device)
-    reference = common.load_reference(cfg, run.device) if cfg.kl_coef > 0 else None  # None: its log-probs are then 0
+    reference = common.load_reference(cfg, run.device) if cfg.kl_coef > 0 else None  # without it, ref_logprobs is 0
     value_model = load_value_model(cfg, run.device, tokenizer)
     optimizer, schedule = common.make_optimizer(policy, cfg)
     value_optimizer, value_schedule = common.make_optimizer(value_model, replace(cfg, lr=cfg.value_lr))
@@ -254,7 +254,7 @@ def main(cfg: Config) -> None:
 
         # 4. Update. Weights are relative to the whole minibatch, so the gradients of its micro-batches just add up.
         for minibatch in minibatches * cfg.updates_per_batch:  # all of them, so many times over
-            weights = token_weights(rollout.mask, int(rollout.mask[minibatch].sum()))  # [N, T]; only its rows are read
+            weights = token_weights(rollout.mask, int(rollout.mask[minibatch].sum()))  # [N, T]; only its rows count
             total_loss = torch.zeros((), device=run.device)
             total_value_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):

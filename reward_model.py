@@ -27,7 +27,7 @@ from common import flag
 
 
 @dataclass
-class Config(common.RunConfig):  # which has the flags of every script: --model, --data, --output_dir, …
+class Config(common.RunConfig):  # RunConfig has the flags that all scripts share: --model, --data, …
     steps: int = flag(1000, "training steps, one update each")
     pairs_per_step: int = flag(32, "pairs per step, or rankings with all their pairs (InstructGPT: 64)")
     max_completion_tokens: int = flag(1024, "longer answers are cut off here")
@@ -109,14 +109,14 @@ def evaluate(model, tokenizer, preferences, cfg: Config, device) -> dict[str, fl
 
 
 def complete_config(model, tokenizer, data: common.Shuffled, cfg: Config, device) -> None:
-    """Put into the model's config what those who load the model need; give the tokenizer a pad token that is no EOS.
+    """Complete what is saved with the model: settings in its config, and a pad token that differs from EOS.
 
-    Only differences of scores have a meaning, so their zero is put at the mean score of the best answers. The head has
-    no bias to hold this shift: model/config.json keeps it, and --reward subtracts it.
+    Only differences of scores have a meaning, so zero is defined as the mean score of the best answers. The head has no
+    bias that could hold this shift: it is saved in model/config.json, and --reward subtracts it.
     """
     best_scores = [scores[0] for scores in answer_scores(model, tokenizer, data.first(2000), cfg, device)]
     model.config.reward_shift = torch.stack(best_scores).mean().item()
-    model.config.reward_system_prompt = cfg.system_prompt  # --reward says so if the policy's is another
+    model.config.reward_system_prompt = cfg.system_prompt  # --reward warns if the policy's differs
     model.config.pad_token_id = model.config.get_text_config().pad_token_id = common.pad_unlike_eos(tokenizer)
     model.config.problem_type = "regression"  # else transformers' pipeline would return the sigmoid of a score
 
