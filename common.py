@@ -2888,7 +2888,7 @@ def check_config(cfg) -> None:
                 raise UserError(f"--{name} {value}: must be {'above 0' if low == 1e-8 and not value > 0 else wanted}")
     if getattr(cfg, "minibatches", 1) > getattr(cfg, "prompts_per_step", 1) * getattr(cfg, "group_size", 1):
         raise UserError(f"--minibatches {cfg.minibatches}: more than the completions of a step")
-    # A buffer longer than --max_new_tokens would penalize even an empty completion. Only the default may be.
+    # A buffer longer than --max_new_tokens would penalize even an empty completion. Only the default may.
     if hasattr(cfg, "overlong_buffer") and cfg.overlong_buffer > max(cfg.max_new_tokens, type(cfg).overlong_buffer):
         raise UserError(f"--overlong_buffer {cfg.overlong_buffer}: more than --max_new_tokens {cfg.max_new_tokens}")
 

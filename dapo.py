@@ -198,7 +198,7 @@ def main(cfg: Config) -> None:
 
         for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):  # all of them, μ times over
             if cfg.loss_average == "token":
-                weights = token_weights(loss_mask, int(loss_mask[minibatch].sum()))  # [N, T]; only its rows count
+                weights = token_weights(loss_mask, int(loss_mask[minibatch].sum()))  # [N, T]; only its rows are read
             else:  # a minibatch may hold a part of a group; the tokens of the whole group count
                 size = cfg.group_size if cfg.loss_average == "prompt" else 1
                 weights = unit_token_weights(loss_mask, size, len(minibatch))

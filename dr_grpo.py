@@ -124,7 +124,7 @@ def main(cfg: Config) -> None:
             policy, rollout, minibatches[1:], cfg.micro_batch_tokens, cfg.temperature)  # [N, T]
 
         for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):  # all of them, μ times over
-            weights = token_weights(rollout.mask, len(minibatch), cfg.max_new_tokens)  # [N, T]; only its rows count
+            weights = token_weights(rollout.mask, len(minibatch), cfg.max_new_tokens)  # [N, T]; only its rows are read
             total_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):
                 logprobs, entropy = token_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [B, T]

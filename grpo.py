@@ -130,7 +130,7 @@ def main(cfg: Config) -> None:
         ref_logprobs = common.rollout_logprobs(reference, rollout, minibatches, cfg.micro_batch_tokens, cfg.temperature)
 
         for update, minibatch in enumerate(minibatches * cfg.updates_per_batch):  # all of them, μ times over
-            weights = token_weights(rollout.mask, len(minibatch))  # [N, T]; only its rows count
+            weights = token_weights(rollout.mask, len(minibatch))  # [N, T]; only its rows are read
             total_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):
                 logprobs, entropy = token_logprobs(policy, input_ids, attention_mask, T, cfg.temperature)  # [B, T]

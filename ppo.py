@@ -254,7 +254,7 @@ def main(cfg: Config) -> None:
 
         # 4. Update. Weights are relative to the whole minibatch, so the gradients of its micro-batches just add up.
         for minibatch in minibatches * cfg.updates_per_batch:  # all of them, so many times over
-            weights = token_weights(rollout.mask, int(rollout.mask[minibatch].sum()))  # [N, T]; only its rows count
+            weights = token_weights(rollout.mask, int(rollout.mask[minibatch].sum()))  # [N, T]; only its rows are read
             total_loss = torch.zeros((), device=run.device)
             total_value_loss = torch.zeros((), device=run.device)
             for rows, input_ids, attention_mask, T in common.micro_batches(rollout, minibatch, cfg.micro_batch_tokens):
