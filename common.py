@@ -870,7 +870,9 @@ def token_values(model, input_ids, attention_mask, T: int):
     """
     def compute(model, input_ids, attention_mask):
         row, column, before = completion_tokens(attention_mask, T)
-        values = scores_at(model, input_ids, attention_mask, row, before)
+        hidden = hidden_states(model, input_ids, attention_mask, row, before)
+        with torch.autocast(hidden.device.type, enabled=False):  # float32: in bfloat16, close scores would tie
+            values = F.linear(hidden.float(), *(p.float() for p in model.score.parameters()))[:, 0]
         out = torch.zeros(len(input_ids), T, dtype=torch.float32, device=values.device)
         return (out.index_put((row, column), values),)
     return once_each(compute, model, input_ids, attention_mask)[0]
@@ -878,18 +880,8 @@ def token_values(model, input_ids, attention_mask, T: int):
 
 def sequence_scores(model, input_ids, attention_mask):
     """A sequence classifier's score [B], float32, at the last real token of each row, which may be the EOS."""
-    def compute(model, input_ids, attention_mask):
-        row = torch.arange(len(input_ids), device=input_ids.device)
-        scores = scores_at(model, input_ids, attention_mask, row, attention_mask.sum(1) - 1)
-        return (scores.clone(),)  # FSDP warns of outputs that are views
-    return once_each(compute, model, input_ids, attention_mask)[0]
-
-
-def scores_at(model, input_ids, attention_mask, row, number):
-    """The head's scores [n] of these `hidden_states`, in float32: in bfloat16, close ones would tie."""
-    hidden = hidden_states(model, input_ids, attention_mask, row, number)
-    with torch.autocast(hidden.device.type, enabled=False):
-        return F.linear(hidden.float(), *(p.float() for p in model.score.parameters()))[:, 0]
+    # The same as the value before one more token, which itself is never read.
+    return token_values(model, F.pad(input_ids, (0, 1)), F.pad(attention_mask, (0, 1), value=1), 1)[:, 0]
 
 
 @torch.no_grad()
