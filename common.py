@@ -1416,8 +1416,8 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
 
 
 def prompt_and_answers(row: dict) -> tuple:
-    """The prompt of a preference's row (a string or chat messages), its answers, and their scores: None if they stand
-    best first. A malformed row raises ValueError."""
+    """The prompt of a preference's row (a string or chat messages), its answers, and their scores, which are made up
+    (K, …, 1) where the answers stand best first. A malformed row raises ValueError."""
     prompt, answers, scores = row_prompt(row), [row.get("chosen"), row.get("rejected")], None
     if not all(answers) and row.get("responses"):
         answers, scores = row["responses"] if isinstance(row["responses"], list) else [], row.get("scores")
@@ -1444,7 +1444,7 @@ def prompt_and_answers(row: dict) -> tuple:
             raise ValueError("no prompt, question or problem, and the answers are not dialogues that share a turn up "
                              f"to 'Assistant:'; it has {list(row)!r:.200}")
         prompt, answers = shared[0], [answer[shared.end():] for answer in answers]
-    return prompt, answers, scores
+    return prompt, answers, list(range(len(answers), 0, -1)) if scores is None else scores
 
 
 def prompt_of_conversations(conversations: list[list[dict]], row: dict, prompt) -> str | list[dict] | None:
@@ -1479,8 +1479,6 @@ def read_preference(row: dict) -> Preference | None:
     margin = row.get("margin")
     if margin is not None and not (is_number(margin) and margin >= 0):
         raise ValueError(f"margin must be a number of at least 0, not {margin!r:.40}")
-    if scores is None:
-        scores = list(range(len(answers), 0, -1))
     if not isinstance(scores, list) or len(scores) != len(answers) or not all(map(is_number, scores)):
         raise ValueError("scores must be as many numbers as there are responses")
     best = {}  # answer: score, best first; of equal answers the best counts
