@@ -1650,28 +1650,27 @@ def load_reward_model(cfg):
 
     def scores(problems: list[Problem], rollout: Rollout) -> torch.Tensor:
         batch = rollout if same_tokens else retokenize(problems, rollout, own, cfg.system_prompt, whole)
-        T, position = batch.mask.shape[1], batch.attention_mask.cumsum(1)
-        if cut := int((position[:, -1] > context).sum()):
-            say(f"--reward {cfg.reward}: cut {cut} of {len(position)} sequences where its context ends")
-        # Where the prompt leaves room for no more than the tail, its beginning is cut instead, or all its answers would
-        # score the same.
-        prompt = position[:, -T - 1:-T]  # [N, 1] tokens of each prompt
-        too_many = (position[:, -1:] - context).clamp(min=0)  # [N, 1]; the context may be inf
-        unread = torch.minimum(too_many, prompt - 1) * (prompt + len(tail) >= context)  # tokens at its beginning
-        kept = batch.attention_mask * (position > unread) * (position <= unread + context)
-        last = (kept * position).argmax(1, keepdim=True)  # [N, 1] the column of each last token
-        # The tail takes the place of the last tokens: more of them might not fit into the context.
-        columns = last - torch.arange(len(tail), device=last.device).flip(0)  # [N, tokens of the tail]
-        ends = torch.tensor(tail, device=last.device).expand_as(columns)
-        batch = Batch(batch.input_ids.scatter(1, columns, ends), kept, kept[:, -T:].bool())
-        # Copies of a row are scored once. In different micro-batches they could round differently, but a group of
-        # copies must have advantages of exactly 0, and two copies make no pair.
-        ids, first = batch.input_ids.where(batch.attention_mask > 0, -1).cpu().numpy(), {}
-        scored = [first.setdefault(row.tobytes(), i) for i, row in enumerate(ids)]  # [N] the row scored for each
-        values = all_scores(model, batch, sorted(set(scored)), cfg.micro_batch_tokens)[scored] - shift
+        real, read, cut = batch.attention_mask.cpu() > 0, [], 0
+        for ids, here, prompt in zip(batch.input_ids.cpu(), real, real[:, :-batch.mask.shape[1]].sum(1).tolist()):
+            ids = ids[here].tolist()
+            if (too_many := len(ids) - context) > 0:
+                cut += 1
+                # Where the prompt leaves room for no more than the tail, its beginning is cut instead, or all its
+                # answers would score the same.
+                unread = min(too_many, prompt - 1) if prompt + len(tail) >= context else 0
+                ids = ids[unread:unread + context]
+            # The tail takes the place of the last tokens: more of them might not fit into the context.
+            read.append((*ids[:-len(tail)], *tail))
+        if cut:
+            say(f"--reward {cfg.reward}: cut {cut} of {len(read)} sequences where its context ends")
+        # Copies are scored once. In different micro-batches they could round differently, but a group of copies must
+        # have advantages of exactly 0, and two copies make no pair.
+        number = {ids: i for i, ids in enumerate(dict.fromkeys(read))}  # of each distinct sequence
+        batch = collate([ids[:-1] for ids in number], [ids[-1:] for ids in number], own.pad_token_id, device)
+        values = all_scores(model, batch, range(len(number)), cfg.micro_batch_tokens) - shift
         if not values.isfinite().all():
             raise UserError(f"--reward {cfg.reward}: it gives scores that are not finite")
-        return values
+        return values[[number[ids] for ids in read]]
     return scores
 
 

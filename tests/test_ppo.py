@@ -505,7 +505,7 @@ def test_copies_of_a_completion_get_one_score(tmp_path, policy_directory, monkey
             rows[copy] = rows[0]
     monkeypatch.setattr(common, "all_scores", lambda model, batch, *_: torch.arange(float(len(batch.mask))))
     rewards, _ = common.load_reward(reward_config(tmp_path / "rm", policy_directory))(problems, rollout)
-    assert rewards.tolist() == [[0, 0, 2, 0], [4, 5, 6, 7]]
+    assert rewards.tolist() == [[0, 0, 1, 0], [2, 3, 4, 5]]
 
 
 def test_a_reward_model_of_another_vocabulary_reads_the_text(tmp_path, policy_directory):
