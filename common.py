@@ -1283,8 +1283,8 @@ def encode_prompts(problems: list, tokenizer, cfg, what: str, default_system_pro
             raise UserError(f"{cause}: the tiny model reads digits and +-*=(),? alone, not {text[:40]!r}: set --model")
         problem.prompt_ids, problem.rendered = ids, (text, templated)
         if isinstance(problem, Preference):
-            problem.begun = is_begun(problem.prompt)
-        elif is_begun(problem.prompt):
+            continue
+        if is_begun(problem.prompt):
             problem.begun = problem.prompt[-1]["content"]
             problem.opening = "".join(problem.begun.partition("<think>")[1:])
         elif text.rstrip().endswith("<think>"):  # as reasoning models' templates do
@@ -1377,7 +1377,7 @@ def collate(prompts: list[list[int]], completions: list[list[int]], pad_id: int,
 @dataclass
 class Preference:
     """A prompt and K ≥ 2 answers to it, best first. Rows with `chosen` and `rejected` have K = 2."""
-    prompt: str
+    prompt: str | list            # as the row has it; messages may end with the beginning of the answers
     prompt_ids: list[int]
     answers: list[str]
     answer_ids: list[list[int]]   # each ends with its EOS (`turn_end`); in dpo.py not if it was cut
@@ -1385,7 +1385,6 @@ class Preference:
     margin: float = 0.0           # optional `margin` of a row: by how much r⁺ should exceed r⁻
     ref_logprobs: torch.Tensor | None = None  # [K] of the answers under the reference, once dpo.py has computed them
     rendered: tuple = ()          # (text, whether a chat template wrote it) of the prompt
-    begun: bool = False           # whether the prompt ends with the beginning of the answers
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -1511,10 +1510,10 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str,
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="", surplus=surplus)
     for p in kept:
         # Samples whose prompt had begun a thought only end it, or not even that if they were cut: begin it for them.
-        if any("</think>" in answer.partition("<think>")[0] for answer in p.answers) and p.rendered[1] and not p.begun:
+        if p.rendered[1] and not is_begun(p.prompt) and any("</think>" in a.partition("<think>")[0] for a in p.answers):
             p.answers = [answer if "<think>" in answer.partition("</think>")[0] else thought_opening(surplus) + answer
                          for answer in p.answers]
-    given = [(p.rendered, p.prompt_ids, re.sub(endings, "", answer), p.begun) for p in kept for answer in p.answers]
+    given = [(p.rendered, p.prompt_ids, re.sub(endings, "", a), is_begun(p.prompt)) for p in kept for a in p.answers]
     encoded, cut = iter(encode_answers(tokenizer, given, lead)), 0
     for preference in kept:
         room = min(cfg.max_completion_tokens, tokenizer.model_max_length - len(preference.prompt_ids))

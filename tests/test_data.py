@@ -924,7 +924,7 @@ def test_a_last_message_of_the_assistant_is_continued(begun):
     preference = common.Preference(turns, [], [" 2", "3"], [], [1.0, 0.0])
     common.encode_preferences([preference], tokenizer, SimpleNamespace(
         model="other", system_prompt="none", thinking="auto", max_prompt_tokens=99, max_completion_tokens=9), "--data")
-    assert preference.prompt == f"1+1=?<eos><think></think>{begun}"
+    assert preference.rendered[0] == f"1+1=?<eos><think></think>{begun}"
     assert preference.answer_ids == [tokenizer(text)["input_ids"] for text in (" 2<eos>", "3<eos>")]
     tokenizer.chat_template = None
     assert common.render_prompt(turns, tokenizer, "none") == (f"User: 1+1=?\n\nAssistant: {begun}", False)
