@@ -101,25 +101,25 @@ def setup_device() -> torch.device:
         torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for each shape; NaN at some lengths (pytorch #196678)
     else:
-        # Else gradients of repeated indices are summed in whatever order the threads run, and a run does not repeat.
+        # Otherwise threads sum the gradients of repeated indices in any order, and no run can be reproduced exactly.
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # slow, and not needed for this
-        if mkl_is_slow():  # then `linear` takes oneDNN, which keeps up to 1 MB of code for each of 1,024 operations
+        if mkl_is_slow():  # `linear` then uses oneDNN, which would cache 1,024 compiled kernels of up to 1 MB each
             os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     with contextlib.suppress(AttributeError):  # other systems have no prctl or mallopt
         libc = ctypes.CDLL(None)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive a torchrun that is killed
         if not cuda:
-            # Keep the memory of freed tensors: the system would zero its pages anew for the next ones, 4 to 12% of the
-            # tiny model's step. But not blocks above 32 MB: at large V they fragment the heap (5 GB instead of 1).
+            # Reuse the memory of freed tensors: if it went back, the system would have to zero new pages, 4 to 12% of
+            # the tiny model's step. Blocks above 32 MB do go back: at large V they fragment the heap (5 GB, not 1).
             libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD
             libc.mallopt(-3, 2 ** 25)  # M_MMAP_THRESHOLD
     if (cuda or torchrun) and not dist.is_initialized():  # FSDP2 needs a process group, on a single GPU too
         job = {} if torchrun else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        # Ranks wait while one samples for longer, or downloads. The defaults (NCCL's ten minutes) are too short for it.
+        # Ranks wait for one that samples longer or downloads a model: the defaults (NCCL: ten minutes) are too short.
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(hours=6), **job)
-        sum_over_ranks(torch.zeros(1, device=device))  # NCCL's first sum allocates memory: now there still is some
+        sum_over_ranks(torch.zeros(1, device=device))  # NCCL allocates its buffers at the first sum: now, while it can
     return device
 
 
@@ -139,8 +139,8 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unsharded(value):
-    """The whole of a sharded tensor (a parameter, a gradient, or a norm of either), of which each rank has a part.
-    Collective. Anything else is returned as it is."""
+    """Gather a sharded tensor (a parameter, a gradient, or a norm of either), of which each rank holds a part.
+    Collective. Returns anything else unchanged."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -166,7 +166,7 @@ def my_share(total: int) -> range:
 def on_main_rank(work):
     """Run `work()` on rank 0 while the others wait. Returns its result on rank 0, None on the others.
 
-    Every rank raises a UserError or OSError of `work`. Any other is a bug: rank 0 alone raises it, which ends the job.
+    If it raises a UserError or OSError, so does every rank. Any other exception is raised on rank 0 and ends the job.
     """
     result = problem = None
     if rank() == 0:
@@ -179,12 +179,12 @@ def on_main_rank(work):
     return result
 
 
-PHASE_SECONDS = collections.Counter()  # how much of the step so far went into functions that are `timed`
+PHASE_SECONDS = collections.Counter()  # seconds of the current step spent in each phase: see `timed`
 
 
 @contextlib.contextmanager
 def timed(phase: str):
-    """Add the seconds that a function takes, if it is decorated with this, to PHASE_SECONDS[phase]."""
+    """A decorator: adds the seconds that the function takes to PHASE_SECONDS[phase]."""
     began = time.perf_counter()
     yield
     PHASE_SECONDS[phase] += time.perf_counter() - began
@@ -323,10 +323,10 @@ MOST_PROMPT_TOKENS = 2 ** 14  # that a CPU reads at a time, padding included
 
 
 def rows_that_fit(model, prompt_length: int, max_new_tokens: int, group_size: int) -> int:
-    """How many rows fit into half of a GPU's free memory, or an eighth of the machine's. Each takes its KV cache, its
-    logits, and its share of the activations of one layer while the group's prompt is read. On a CPU, their prompts
-    have at most MOST_PROMPT_TOKENS (a longer one is read alone): large batches need more padding, and activations that
-    outgrow the CPU's caches. GSM8K's 1,319 questions took three times as long at once."""
+    """How many rows to decode at once: as many as fit into half of a GPU's free memory, or an eighth of a CPU
+    machine's. A row takes its KV cache, its logits, and its share of one layer's activations while its group's prompt
+    is read. On a CPU, the prompts have at most MOST_PROMPT_TOKENS together (a longer one is read alone): large batches
+    need more padding and outgrow the CPU's caches. GSM8K's 1,319 questions took three times as long in one batch."""
     config = model.config.get_text_config()
 
     def size(name):  # None if the architecture has no such size (Mamba), or one per layer (Gemma 4)
@@ -496,8 +496,8 @@ class GraphStep:
         capture = torch.cuda.graph(self.graph, capture_error_mode="thread_local")  # NCCL's own thread may call CUDA
         here, stream = torch.cuda.current_stream(), capture.capture_stream  # all captures share this stream
         stream.wait_stream(here)
-        # In a first run, which is not captured, libraries set themselves up. Operations that wait for the GPU raise an
-        # error in it: in a capture they would leave the memory allocator broken.
+        # A first run, without a capture, lets libraries initialize. In it, operations that wait for the GPU raise an
+        # error: inside a capture they would leave the memory allocator broken.
         with warnings.catch_warnings(action="ignore"):  # PyTorch calls this mode a prototype
             torch.cuda.set_sync_debug_mode("error")
         try:
@@ -511,9 +511,9 @@ class GraphStep:
 
     def run(self):
         seen = self.mask & (self.columns <= self.column)  # [m, width]
-        # As numbers to add to the scores, made once: from a boolean mask, every layer would make them again.
+        # Build the additive mask once: given a boolean one, every layer would convert it again.
         bias = torch.zeros_like(seen, dtype=self.cache.layers[0].keys.dtype).masked_fill_(~seen, -math.inf)
-        # Under the name "sdpa" and not one of its own, because some models (Falcon) compare the name with that.
+        # Registered as "sdpa", not under a new name, because some models (Falcon) check for that name.
         AttentionInterface.register("sdpa", one_token_attention)
         try:
             return self.forward(self.ids, bias[:, None, None], self.position)
@@ -547,7 +547,7 @@ def one_token_attention(module, query, key, value, attention_mask, **kwargs):
 
 
 def can_use_graph(model, cache) -> bool:
-    """Only "sdpa" takes GraphStep's 4D mask; sliding windows that fill up are no RoomyLayers."""
+    """Does `GraphStep` support the model? Only "sdpa" takes its 4D mask, and a sliding window must never fill up."""
     return (model.device.type == "cuda" and not hasattr(model, "no_graph")
             and model.config._attn_implementation == "sdpa"
             and all(isinstance(layer, RoomyLayer) for layer in cache.layers) and takes(model, "position_ids"))
@@ -621,10 +621,10 @@ def join_drawn(drawn, pad_id: int):
 #   hidden_states        left padding, and (`read_prefixes_once`) prefixes that several rows share
 #   SlicedLogprobs       memory: of the logits only some columns exist at a time
 
-# Logits (tokens × vocabulary) at a time: 8 MB, 128 MB in float32. (With a quarter as many, an H200 is a third slower.)
+# Most logits (tokens × vocabulary) at a time: 8 MB and 128 MB in float32. (A quarter makes an H200 a third slower.)
 HEAD_SLICE = {"cpu": 2 ** 21, "cuda": 2 ** 25}
-# A prefix is read once if that saves more tokens than this, and a fifth of all: the extra pass costs as much. (On an
-# H200, saving up to 7,000 made a pass of 1.5B parameters slower; 10,000 is extrapolated.)
+# Shared prefixes are read once if that saves more tokens than this, and more than a fifth of all: it costs an extra
+# pass. (Saving up to 7,000 made a 1.5B model slower on an H200; 10,000 is extrapolated.)
 SHARED_TOKENS = {"cpu": 400, "cuda": 10_000}
 
 
@@ -639,8 +639,8 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
     column for a prompt or the shapes differ. There is no second derivative.
 
     [B, T, V] never exists (`SlicedLogprobs`), except for a head that `head_logits` cannot reproduce: a warning says so.
-    (That is found out at the first call: `del model.head_is_sliceable` after a change of the head. It is also so where
-    only the model's own forward method autocasts, as with accelerate: call this inside `accelerator.autocast()`.)
+    (The first call checks this: `del model.head_is_sliceable` after changing the head. The check fails where only the
+    model's own forward method autocasts, as with accelerate: call this inside `accelerator.autocast()`.)
     """
     if attention_mask.shape != input_ids.shape:
         raise ValueError(f"input_ids {[*input_ids.shape]} and attention_mask {[*attention_mask.shape]}: want one shape")
@@ -651,17 +651,17 @@ def token_logprobs(model, input_ids, attention_mask, num_completion_tokens: int,
 
 
 def once_each(function, model, input_ids, attention_mask, *args):
-    """The tensors [B, …] that `function(model, input_ids, attention_mask, *args)` returns. Equal rows, as short
-    completions of a prompt often are, are computed once, and their gradients add up."""
+    """Call `function(model, input_ids, attention_mask, *args)`, which returns a tuple of tensors [B, …], with each
+    distinct row once: short completions of a prompt are often equal. The gradients of copies add up."""
     distinct, copy_of = distinct_rows(input_ids.where(attention_mask > 0, -1))
-    if len(distinct) == len(input_ids):  # padding may be no token at all, such as -100
+    if len(distinct) == len(input_ids):  # no copies; padding becomes 0, since it may be no valid id (-100)
         return call_gathered(function, model, input_ids.where(attention_mask > 0, 0), attention_mask.long(), *args)
     out = call_gathered(function, model, distinct.clamp(min=0), (distinct >= 0).long(), *args)
     return tuple(values.index_select(0, copy_of) for values in out)
 
 
 def distinct_rows(ids):
-    """[B, L] -> (its distinct rows, sorted; for each of the B rows, the number of its distinct one)."""
+    """[B, L] -> (the distinct rows, sorted; for each of the B rows, its index among them)."""
     return [x.to(ids.device) for x in ids.cpu().unique(dim=0, return_inverse=True)]  # too little work for a GPU
 
 
@@ -695,9 +695,9 @@ def hidden_states(model, input_ids, attention_mask, row, number, logits: bool = 
 
 
 def can_share_prefixes(model) -> bool:
-    """Can one row's KV cache go to others? Layers that recompute their activations take no cache; sliding windows and
-    the like have layers of other kinds. Several ranks would gather every layer twice and hold all its gradients
-    unsharded."""
+    """Can several rows continue from one KV cache? Not with gradient checkpointing (such layers take no cache), with
+    sliding windows and the like (other kinds of cache layer), or on several ranks (they would gather every layer twice
+    and hold all its gradients unsharded)."""
     return (world_size() == 1 and model.config._attn_implementation in ("sdpa", "eager")
             and takes(model.base_model, "position_ids") and cache_argument(model.base_model)  # RWKV: neither
             and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
@@ -705,8 +705,8 @@ def can_share_prefixes(model) -> bool:
 
 
 def prefix_to_share(ids) -> int:
-    """How many columns of ids [B, width] to read once for all rows that agree in them: the number that saves most
-    tokens, or 0 if that saves no more than a fifth of them, or than SHARED_TOKENS."""
+    """The prefix length at which reading each distinct prefix of ids [B, width] only once saves the most tokens, or 0
+    if that is no more than a fifth of all tokens, or than SHARED_TOKENS."""
     rows = ids.cpu().unique(dim=0)  # sorted: those that share a prefix are neighbours
     differs = (rows[1:] != rows[:-1]).cumsum(1) > 0  # from the row above, in this column or before
     distinct = 1 + differs.sum(0)[:-1]  # prefixes of 1, 2, … columns
@@ -727,8 +727,8 @@ def read_prefixes_once(model, ids, shared: int):
     prefixes, which = distinct_rows(ids[:, :shared])
     hidden = read(prefixes, positions[:, :shared])
     cache.reorder_cache(which)
-    # Even if no one reads these hidden states, they must keep their gradient (of zeros): on a GPU, FSDP gathers a
-    # layer's weights for a backward pass when its output has a gradient, and the cache needs that pass.
+    # The prefixes' hidden states must stay in the graph even if nothing reads them: on a GPU, FSDP gathers a layer's
+    # weights for the backward pass only if its output has a gradient (of zeros, here), and the cache needs that pass.
     return torch.cat([hidden.index_select(0, which), read(ids[:, shared:], positions[:, shared:])], 1)
 
 
@@ -886,10 +886,10 @@ def sequence_scores(model, input_ids, attention_mask):
 
 @torch.no_grad()
 def rollout_values(model, batch, minibatches, max_tokens: int, compute=token_values) -> torch.Tensor:
-    """What `compute(model, input_ids, attention_mask, T)`, [B, T], gives for the rows of `minibatches`: [N, T], on
-    every rank, without gradient; 0 elsewhere, or if model is None. batch: a Rollout or Batch.
+    """Run `compute(model, input_ids, attention_mask, T)` -> [B, T] on the rows of `minibatches`, without gradient.
+    Returns [N, T], the same on every rank: 0 in other rows, or if model is None. batch: a Rollout or Batch.
 
-    With the minibatches of an update, this computes in its very micro-batches, so that in bfloat16 both round alike.
+    Given an update's minibatches, this forms the same micro-batches as the update, so in bfloat16 both round alike.
     """
     out = torch.zeros(batch.mask.shape, dtype=torch.float32, device=batch.mask.device)
     for minibatch in minibatches if model is not None else []:
@@ -937,17 +937,17 @@ def micro_batches(batch, blocks, max_tokens: int):
     copy_of = {row: hash(ids.tobytes()) for row, ids in zip(rows, ids)}  # row: a number that equal rows share
 
     dealt = []  # the micro-batches, each a list of blocks
-    held, L, T = {}, 0, 0  # of the last one: its distinct rows, with the length of their block, and its widths
+    held, L, T = {}, 0, 0  # of the last micro-batch: {distinct row: length of its block}, and its widths
     for block in sorted(blocks, key=lambda block: (-max(total[row] for row in block), block)):
         longest = max(total[row] for row in block)  # its rows stay together: padding up to this does not count
         new = {copy_of[row]: longest for row in block}
         widths = max(prompt[row] for row in block), max(completion[row] for row in block)
-        held |= new  # as if the block joined the last one
+        held |= new  # suppose that the block joins the last micro-batch
         L, T = max(L, widths[0]), max(T, widths[1])
         size = len(held) * (L + T)
         padding = 1 - sum(held.values()) / len(held) / max(held.values())  # of the rows as `hidden_states` shifts them
         if not dealt or size > max_tokens / 4 and (size > max_tokens or padding > MAX_PADDING):
-            dealt.append([])  # it does not: it begins another one
+            dealt.append([])  # it does not fit: it begins the next one
             held, (L, T) = new, widths
         dealt[-1].append(block)
     while len(dealt) % world_size():  # halve the micro-batch with most blocks until every rank gets as many
@@ -1016,7 +1016,7 @@ def read_json_lines(path: str):
             place = f"{path} line {number}"
             with one_line_errors(f"{place}: want a JSON object, one a line"):
                 row = json.loads(line.decode("utf-8-sig").strip())
-                # Half a surrogate pair, "\ud83d", is no text: encoding it fails. Trying all rows would double the time.
+                # A lone surrogate such as "\ud83d" cannot be encoded. (Checking every row would double the time.)
                 if b"\\ud" in line.lower():
                     json.dumps(row, ensure_ascii=False).encode()
             if not isinstance(row, dict):
@@ -1123,8 +1123,8 @@ ONE_DAY = ("{% macro strftime_now(form) %}{{ form.replace('%d', '26').replace('%
 
 
 def apply_template(tokenizer, messages: list[dict], **kwargs) -> str:
-    """The text of chat messages, as the tokenizer's chat template writes it on `ONE_DAY`. Raises whatever that raises,
-    and ValueError if it leaves out a message, but for past answers, which templates often shorten."""
+    """Render chat messages with the tokenizer's chat template, as if it were `ONE_DAY`. Raises whatever the template
+    raises, and ValueError if it leaves out a message other than a past answer (templates often shorten those)."""
     template = ONE_DAY + tokenizer.get_chat_template()
     # `datasets` writes null for a key that other rows have. Some templates look only whether the key is there.
     messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
@@ -1132,9 +1132,9 @@ def apply_template(tokenizer, messages: list[dict], **kwargs) -> str:
     asked = [m for m in messages if m["role"] != "assistant"]
     for m in asked:
         longest = sorted(re.findall(r"\w+", m["content"]), key=len, reverse=True)[:1]
-        # SmolLM3's takes its switch "/think" out of system messages, and so breaks SYSTEM_PROMPT's "</think>".
+        # SmolLM3's template strips its switch "/think" from system messages, which breaks SYSTEM_PROMPT's "</think>".
         words = m["content"].split() if m["content"] == SYSTEM_PROMPT else longest
-        # As often as in all messages: the system prompt may have a word of the question's.
+        # Counted over all messages, since a word of the question may also be in the system prompt.
         if any(text.count(word) < sum(other["content"].count(word) for other in asked) for word in words):
             raise ValueError(f"it leaves out the message of role {m['role']}")
     return text
@@ -1153,8 +1153,8 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
 
     default: the system message where system_prompt is empty.
     surplus: what to leave off where a template ends the prompt with it (`answer_form`).
-    thinking: on or off: whether the template is asked to let the model think. auto: on if there is a default and no
-        system_prompt (the messages may bring their own); otherwise it does what it does unasked.
+    thinking: on or off: ask the template to let the model think, or not to. auto: on if there is a default and no
+        system_prompt (even if the messages bring their own); otherwise the template is not asked.
     """
     if system_prompt == "none":
         system_prompt = default = ""
@@ -1190,10 +1190,10 @@ def render_prompt(prompt, tokenizer, system_prompt: str, default: str = SYSTEM_P
 
 
 def answer_form(tokenizer) -> tuple[str, str, list[int]]:
-    """How a chat template writes an answer that is given, beside its prompt for a new one -> (surplus, lead, tail):
+    """How a chat template writes a given answer, compared with its prompt for a new one -> (surplus, lead, tail):
 
-    surplus   what the prompt ends with, but loses before a given answer: R1's and Qwen3.5's <think>
-    lead      what a given answer then has in front: Qwen3's empty thought
+    surplus   the end of the prompt that is missing before a given answer: R1's and Qwen3.5's <think>
+    lead      what stands before a given answer instead: Qwen3's empty thought
     tail      the tokens after the answer: a special one, which may be another than the EOS (Gemma's <end_of_turn>), and
               what follows it, often a newline
     """
@@ -1219,8 +1219,7 @@ def answer_form(tokenizer) -> tuple[str, str, list[int]]:
 
 
 def thought_opening(surplus: str) -> str:
-    """How a thought begins, in the text that a template ends a prompt with (`answer_form`) or, if that has none, most
-    often."""
+    """The text that opens a thought: what the template ends its prompts with (`answer_form`), or else the usual one."""
     return surplus if surplus.rstrip().endswith("<think>") else "<think>\n"
 
 
@@ -1501,15 +1500,15 @@ def encode_preferences(preferences: list[Preference], tokenizer, cfg, what: str,
     """Fill in the token ids of prompts and answers, written as the template writes a conversation (`answer_form`).
     Answers are cut at --max_completion_tokens or where the context ends. Rows that then have no pair are left out.
 
-    ended: a cut answer gets its end in place of its last token, since --reward reads a reward model's scores there. (A
-        policy would learn from such answers to break off.)
+    ended: replace the last token of a cut answer with the end token, where --reward reads a reward model's scores. (A
+        policy would learn from such answers to stop in mid-sentence.)
     """
     surplus, lead, (end, *_) = answer_form(tokenizer)
     endings = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens([end, tokenizer.eos_token_id])))
     endings = rf"(({endings})\s*)+$"  # some data has them already
     kept = encode_prompts(preferences, tokenizer, cfg, what, default_system_prompt="", surplus=surplus)
     for p in kept:
-        # Samples whose prompt had begun a thought only end it, or not even that if they were cut: begin it for them.
+        # Answers to a prompt that ended with <think> have only its </think>, or neither if they were cut: add <think>.
         if p.rendered[1] and not is_begun(p.prompt) and any("</think>" in a.partition("<think>")[0] for a in p.answers):
             p.answers = [answer if "<think>" in answer.partition("</think>")[0] else thought_opening(surplus) + answer
                          for answer in p.answers]
@@ -1590,7 +1589,7 @@ def load_reward(cfg, wrong: float = 0.0):
         rows = [problem for problem in problems for _ in range(G)]  # [N]
         scores = model_scores(problems, rollout).tolist() if model_scores else [None] * len(rows)
         judged, errors = [], []
-        with random_states_kept():  # else the script's draws would repeat after each call, and differ between ranks
+        with random_states_kept():  # or the seeds below would make the script's draws repeat, and differ between ranks
             seed = int(torch.randint(2 ** 31, (), device="cpu"))
             try:
                 for i in my_share(len(rows)):
@@ -1622,9 +1621,9 @@ def load_reward_model(cfg):
     """--reward DIRECTORY -> scores(problems [P], rollout) [N], less the `reward_shift` in the model's config.
 
     A model with the policy's vocabulary and chat template scores the tokens that were sampled. Any other one scores the
-    decoded text, through its own. Every completion is read as if it ended as the answers do that the model has learned
-    from: it may have been cut, or have ended with another of the policy's ends. (Read at any other token, a reward
-    model for SmolLM2 scored cut answers higher than good ones.) Like those answers, it is cut where the context ends.
+    decoded text, through its own. Every completion gets the ending of the answers that the model has learned from,
+    since it may have been cut, or have ended with another of the policy's EOS tokens. (Read at any other token, a
+    reward model for SmolLM2 scored cut answers higher than good ones.) It is cut where the context ends, as those are.
     """
     try:
         own = load_tokenizer(cfg.reward, cfg.trust_remote_code)
@@ -1744,7 +1743,7 @@ def load_reward_function(spec: str):
 
 @contextlib.contextmanager
 def random_states_kept():
-    """Python's, numpy's and torch's random states are afterwards as they were."""
+    """Restore the random states of Python, numpy and torch at the end."""
     with torch.random.fork_rng(devices=[]), contextlib.ExitStack() as afterwards:
         afterwards.callback(random.setstate, random.getstate())
         afterwards.callback(np.random.set_state, np.random.get_state())
@@ -1753,8 +1752,8 @@ def random_states_kept():
 
 @contextlib.contextmanager
 def ctrl_c_blocked():
-    """A process that starts here does not get the terminal's Ctrl-C: it inherits the blocked signal. Else a reward that
-    runs a completion in a process of its own would judge it wrong, and the step, which still ends, would learn that.
+    """Processes started inside inherit the blocked signal, so Ctrl-C in the terminal does not kill them. If it did, a
+    reward that runs completions in processes would judge them wrong, and the step, which still ends, would learn that.
     """
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -1807,9 +1806,9 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def make_optimizer(model, cfg, betas=(0.9, 0.999)):
     """(AdamW, learning-rate schedule) for a model. Also applies --freeze_layers and --gradient_checkpointing to it.
 
-    Another optimizer may take AdamW's place. Checkpoints keep its `state` of each parameter (of one made of two, both
-    parts must have that same dict; what a process computes from its own shard must be a DTensor), but nothing of its
-    `param_groups`; where no step has made an update yet, they hold AdamW's initial state.
+    You can replace AdamW. Checkpoints keep the new optimizer's `state` of each parameter, but not its `param_groups`.
+    (If it combines two, these must share one `state` dict; what a rank computes from its own shard must be a DTensor.)
+    For a parameter without an update so far, they hold AdamW's initial state.
     """
     reshard(model)
     layers = decoder_layers(model)
@@ -1862,8 +1861,8 @@ class Run:
     resumes exactly             `load_checkpoint`: its numbers are those of a run that was never stopped
     """
 
-    # If --overwrite is interrupted, --resume must find no whole checkpoint, and config.json must still tell whose
-    # directory it is: they are the first and the last to be removed. A models/ may be there that is the user's own.
+    # In the order in which --overwrite removes them. If it is interrupted, --resume must find no complete checkpoint,
+    # and config.json must still say whose directory this is. In models/, all but step-* may be the user's own.
     WRITES = ("checkpoint", "metrics.jsonl", "samples.jsonl", "model", "models/step-*", "tensorboard", "config.json")
     # All other flags must stay the same when a run is resumed.
     MAY_CHANGE = {"steps", "resume", "overwrite", "output_dir", "log_to", "save_every", "model_every", "eval_data",
@@ -1875,19 +1874,19 @@ class Run:
     def __init__(self, cfg):
         """Check the output directory, join the other ranks, set the seed. Nothing is written before `start`."""
         check_config(cfg)
-        self.cfg, self.flags = cfg, dict(vars(cfg))  # as given: a loop of yours may change the former on its way
+        self.cfg, self.flags = cfg, dict(vars(cfg))  # flags: as given, even if your training loop changes cfg later
         # The file that holds Config: also where another one, or a notebook, calls its `main`.
         self.script = Path(getattr(sys.modules.get(type(cfg).__module__), "__file__", sys.argv[0])).name
         self.directory = Path(cfg.output_dir or f"runs/{Path(self.script).stem}")
         self.next_step = 0  # step 0 is the evaluation before training
         self.failing = False  # set after --max_bad_steps skipped updates in a row
         self.stop_signal = 0
-        # What a script of yours wants checkpoints to keep, the same on every rank. All keys must be there before
-        # `start`. --resume fills tensors and dicts of nothing but tensors, such as a model's state dict, in place: they
-        # keep their keys, shapes and dtypes. All else it replaces: read it from here. Tensors in there have to be
-        # whole (`unsharded`) and on the CPU: others come back on the GPU of the process that saved them.
+        # Anything else that checkpoints shall keep, the same on every rank. Add all keys before `start`. --resume loads
+        # a tensor, or a dict of nothing but tensors (such as a model's state dict), in place, so its keys, shapes and
+        # dtypes must stay. Other values are replaced: always read them from here. Tensors inside those must be whole
+        # (`unsharded`) and on the CPU, or they come back on the GPU of the process that saved them.
         self.extra = {}
-        self.device = setup_device()  # before what may fail on one machine alone: the others then notice that it ended
+        self.device = setup_device()  # before anything that may fail on one machine alone, so that the others notice
         restarts = gather_in_order([os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")])  # each machine counts its own
         if set(restarts) != {"0"} and self.checkpoints():
             say(f"restarted by torchrun: continuing {self.directory}, as with --resume")  # it repeats the first command
@@ -1905,8 +1904,8 @@ class Run:
         transformers.set_seed(cfg.seed)
 
     def check_directory(self):
-        """Raise UserError if OUTPUT_DIR cannot be written, is in what another run writes, or holds a run that the flags
-        do not continue or replace; the latter also where a flag names what would be removed."""
+        """Raise UserError if OUTPUT_DIR cannot be written, is inside another run's output, or holds a run that the
+        flags neither continue nor replace; also if --overwrite would remove what another flag names."""
         cfg, directory = self.cfg, self.directory
         with one_line_errors(f"--output_dir {directory}: not usable, or its config.json damaged"):
             existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
@@ -1999,8 +1998,8 @@ class Run:
                         disable=rank() > 0, dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 30)
 
     def lock_directory(self) -> bytes:
-        """Create OUTPUT_DIR, and refuse it to a second process until this one ends, however it ends. Returns a new
-        mark that the lock file now holds: a machine that does not share the directory may have an old lock file."""
+        """Create OUTPUT_DIR and lock it until this process ends, however it ends. Returns a new mark, now in the lock
+        file: a machine that does not share the directory may have a lock file too, but an old one."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self.lock = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -2037,9 +2036,9 @@ class Run:
     def catch_signals(self):
         """Have `note_signal` called on Ctrl-C and SIGTERM, until `close`, if `launch` has started the script.
 
-        A process that a reward function forks inherits this, but Process.terminate() has to end it. (Ctrl-C must not:
-        `ctrl_c_blocked`.) SIGTERM waits until that is set up: `note_signal` would swallow it in the child, and leaving
-        a Pool would hang about one time in fifty.
+        A process that a reward function forks gets SIGTERM's default back, so that Process.terminate() can end it.
+        (Ctrl-C must not: `ctrl_c_blocked`.) Until then SIGTERM is blocked: in the child, `note_signal` would swallow
+        it, and leaving a Pool would hang about one time in fifty.
         """
         if not self.catches_signals:
             return
@@ -2078,7 +2077,7 @@ class Run:
         reshard(model)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for parameter in parameters:
-            if parameter.grad is None:  # not reached: several ranks get zeros, which move it by its momentum
+            if parameter.grad is None:  # unused: zeros, as FSDP gives on several ranks; its momentum still moves it
                 parameter.grad = torch.zeros_like(parameter)
             if not hasattr(parameter, "full_tensor"):  # FSDP has summed its own: this is of a module of your own
                 sum_over_ranks(parameter.grad)
