@@ -1414,8 +1414,8 @@ def read_preferences(data: str, split: str = "train") -> list[Preference]:
 
 
 def prompt_and_answers(row: dict) -> tuple:
-    """The prompt of a preference's row (a string or chat messages), its answers, and their scores, which are made up
-    (K, …, 1) where the answers stand best first. A malformed row raises ValueError."""
+    """The prompt of a preference's row (a string or chat messages), its answers, and their scores: K, …, 1 where the
+    answers just stand best first. A malformed row raises ValueError."""
     prompt, answers, scores = row_prompt(row), [row.get("chosen"), row.get("rejected")], None
     if not all(answers) and row.get("responses"):
         answers, scores = row["responses"] if isinstance(row["responses"], list) else [], row.get("scores")
