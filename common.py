@@ -3442,8 +3442,8 @@ def _is_plain(text: str) -> bool:
         sides = parts[0], parts[-1]
         return any(_is_plain(number) and (_is_name(name) or _same(name, number))
                    for name, number in (sides, sides[::-1]))
-    if kind or len(parts) > 1:  # the letter is that of x > 5
-        return all(_LETTER.fullmatch(part) or _is_plain(part) for part in parts)
+    if kind or len(parts) > 1:  # the letter is that of x > 5; \pi is a number
+        return all(_LETTER.fullmatch(part) and part != "\\pi" or _is_plain(part) for part in parts)
     number = _PLAIN.fullmatch(_SPACES.sub("", _split_unit(text)[0]))
     if not number or not number["fraction"]:
         return bool(number)

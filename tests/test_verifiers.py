@@ -636,6 +636,7 @@ def test_no_text_raises_or_takes_long(text):
 
 @pytest.mark.parametrize("answer, gold, prompt, worked_out", [
     ("125", "125", "57+68=?", True), ("57+68", "125", "57+68=?", False), ("68 + 57", "125", "57+68=?", False),
+    ("x=0 \\text{ or } x=\\pi", "0, \\pi", "", True), ("r=2, \\theta=\\pi", "(2,\\pi)", "", True),
     ("57+68=125", "125", "57+68=?", True), ("125=57+68", "125", "", True), ("x=57+68", "125", "", False),
     ("f(2)=57+68", "125", "", False), ("57@68=1=57+68", "125", "", False), ("5\\star1=9(5)+2=47", "47", "", True),
     ("C(7, 4)", "35", "", False), ("C(7, 4) = 35", "35", "", True), ("x = C(7, 4)", "35", "", False),
