@@ -3141,7 +3141,7 @@ _HEADING = re.compile(r"""
       # "**Answer:** 18", or "# Answer" with 18 on a line below, unless a sentence begins there
       (?: \#+[ ](?:✅[ ]*)?\** | \*\* ) (?: A (?= \**: ) | (?i:(?:final[ ])?answer) (?= \**[ \t]* (?: : | $ ) ) )
       (?: [\s*:]* (?<=\n)-[ ] )? (?: [\s*:$] | \\\[ | --- )* (?= [^\s*:$\#-] | -[^-] )
-      (?! (?! (?: All[ ]real | No | None | [A-H][ ]and )[ ] ) [A-Z][\w']*[ ][a-z] | [\d,]+\**\.[ ][A-Z] )
+      (?! (?! (?: All[ ]real | No | None | [A-H][ ]and )[ ] ) [A-Z][\w']*[ ][a-z] )
     |
       # "Answer: 18", "A: 18", "####(#) 18"; no "#### Step 1" or "#### 1. Read it"; with more below, no "#### Part 1"
       (?: A(?:ns)?: | (?i:(?:final[ ])?answer[ ]?:)
@@ -3150,7 +3150,7 @@ _HEADING = re.compile(r"""
                 | Additional | Example | Problem | Question )s?\b [^\n:=]* ) \n\s*[^\s<`] ) )
       [ \t]* (?: (?: \\\[ | \$\$ ) \s* )?
       (?! \**(?: (?: Step | Case | Note | Check | Solution | Explanation | Verification | Conclusion )\b
-               | \$?\d+\$?[.):][ ]+[A-Za-z] ) )
+               | \d+[.):][ ]+[A-Za-z] ) )
     ) (?= \**[^\s*])
     ( (?! [^\w\n]*[a-zA-Z]\w*[ ]?= ) (?: (?! </?answer> ) . )+
     | (?: (?! </?answer> ) . )+""" + _LINES + ")", re.X | re.M)
@@ -3189,7 +3189,6 @@ _VALUE = re.compile(rf"""
           (?: [ ][-−+*/^×÷x][ ]{_WORD} | (?<=\d)[ ]\d(?:{_WORD})? )* (?: [ ][mb]illion )? )""", re.X | re.S)
 _FAREWELL = re.compile(  # Let me know if you have questions!
     r"\s*\b(?:Let me know|I hope|(?:Please )?[Ff]eel free|If you (?:have|need)|Is there anything)\b.*", re.S)
-_BOLD = re.compile(r"\*\*([^*\n]+)(?<!:)\*\*(?!:)")
 _ALONE = re.compile(  # of the whole text: 18, or **$1,234.50**
     r"(?:[\s*$]|\\[([$])*(-?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+|/\d+)?|\.\d+)(?:\\?%)?)(?:[\s*$.]|\\[)\]])*")
 _MARKS = re.compile(  # **18**</s> ✅; not x**2
@@ -3211,7 +3210,6 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     5. The last formula or number of a last sentence, or what that has in bold: So, she makes **$18** a day. Or the
        whole text, if it is but a number.
 
-    Of a sentence with several numbers, one in bold is the answer: He pays **$64** for 16 glasses.
     With `closed_only`, as in training, 2 and 5 do not count: a policy is to learn to mark its answer.
     """
     _, ended, said = str(text)[-LONGEST_COMPLETION:].rpartition("</think>")
@@ -3222,10 +3220,11 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     # With B: below, A: is an option, a point or a person.
     text = re.sub(r"^([* ]*)A(?=\**:.*\n\s*+\**B\**:)", r"\1(A)", text, flags=re.M)
     for _ in range(3):  # marks within marks
-        boxes = _in_boxes(text)  # with one, "#### Remark" is no answer
-        marks = [(mark.end(1), mark[1]) for pattern in (_HEADING, _TAGGED) for mark in pattern.finditer(text)
-                 if not boxes or mark[0][:4] != "####" or re.search(r"[\d\\$]", mark[1])]
-        if not (marks := marks + boxes):
+        boxes, marks = _in_boxes(text), [mark for pattern in (_HEADING, _TAGGED) for mark in pattern.finditer(text)]
+        if boxes:  # "#### Remark" with a text below is no answer
+            marks = [mark for mark in marks if mark[0][:4] != "####" or re.search(r"[\d\\$]|nswer", mark[0])
+                     or not text[mark.end():].strip()]
+        if not (marks := [(mark.end(1), mark[1]) for mark in marks] + boxes):
             break
         end, answer = max(marks)
         if re.match(r"[A-Z][\w'’.]*,? \w", answer):  # may only begin the reasoning
@@ -3239,9 +3238,6 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
         answer = sentences[-1]
     elif answer is None and not closed_only:
         answer = alone[1] if (alone := _ALONE.fullmatch(text)) else _last_value(text)
-    if len(bold := _BOLD.findall(answer or "")) == 1 and re.match(r"[A-Z][\w'’.]*,? \w", answer) and all(
-            re.search(r"\d", part) for part in (bold[0], answer.replace(bold[0], ""))):
-        answer = bold[0]  # He pays **$64** for 16 glasses
     if answer and answer.count("}") > answer.count("{"):  # \text{The answer is 12.}
         answer = re.sub(r"\.?(?<=[^\\ ])\}(?:[.\s$*]|\\[\])])*$", "", answer)
     return _MARKS.sub("", answer or "") or None
@@ -3253,7 +3249,7 @@ def _last_value(text: str) -> str | None:
     if text.count("$$") % 2:  # it begins within a display
         text = text.partition("$$")[2]
     text = _FAREWELL.sub("", text).rstrip()
-    bold = _BOLD.findall(re.split(r"(?<=[.!?])\s|\n", text)[-1])
+    bold = re.findall(r"\*\*([^*\n]+)(?<!:)\*\*(?!:)", re.split(r"(?<=[.!?])\s|\n", text)[-1])
     if len(bold) == 1 and _VALUE.search(bold[0]):
         text = bold[0].rstrip(".") + "."
     text = re.sub("<<[^<>]*>>", "", _MARKS.sub("", text))  # GSM8K's <<9*2=18>>
