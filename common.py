@@ -3431,8 +3431,6 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
 def _is_plain(text: str) -> bool:
     """Whether every part of a cleaned answer is a number in its last form, such as 125, 5/2 or 2∔1/2, or an equation
     with such a number at one end, such as 57+68 = 125. Not 57+68, 250/2 or 1∔3/2."""
-    if not text:
-        return False
     kind, parts = _parts(text)
     if set(kind) == {"="}:  # x = 125, 57+68 = 125, 125 = x; not 2x = 250
         sides = parts[0], parts[-1]
@@ -3662,7 +3660,7 @@ def _parts(text: str) -> tuple[str, list[str]]:
             return "".join(sides[1::2]), sides[::2]
         if "\\" in text and len(sides := _split(text, ":")) > 1:  # 1:\sqrt3
             return ":", sides[::2]
-        brackets, inner = text[0] + text[-1], _split(text[1:-1])[::2]
+        brackets, inner = text[:1] + text[-1:], _split(text[1:-1])[::2]
         if text.startswith("[["):  # a matrix is a tuple of rows
             kind, parts = "()", inner
         elif brackets == "‹›" or len(inner) > 1 and brackets in ("()", "(]", "[)", "[]", "{}"):
