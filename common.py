@@ -3327,8 +3327,7 @@ def is_equivalent(prediction, answer) -> bool:
     """
     if prediction is None or answer is None:
         return False
-    sides = str(prediction), str(answer)
-    a, b = (side if _DECIMAL.fullmatch(side) else _answer_in(side) for side in sides)
+    a, b = (side if _DECIMAL.fullmatch(side) else _answer_in(side) for side in map(str, (prediction, answer)))
     if max(len(a), len(b)) > LONGEST_ANSWER:
         return a.strip() == b.strip() != ""
     if _DECIMAL.fullmatch(a) and _DECIMAL.fullmatch(b):  # most pairs: a tenth of the time
