@@ -3569,8 +3569,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     # 2 1/2 and 2\frac{1}{2} are (2∔1/2), 0.1\overline{6} is (0.10∔6/90), 1.5 x 10^3 is 1.5*10^3
     # and 4 x 10 = 40 is 4*10 = 40; but 3 x 4 inches is a size
     (r"(?<![\w.^)}])(\d+)(?: (\d+/\d+)| ?(\\frac\{\d+\}\{\d+\}))", r"(\1∔\2\3)"),
-    (r"\.\((\d+)\)", r".\\overline{\1}"),  # 0.(3)
-    (r"(\d*)\.(\d*) ?\\(?:overline|dot)\{(\d+)\}",
+    (r"(\d*)\.(\d*)(?: ?\\(?:overline|dot)\{|(?<=\.)\()(\d+)[})]",  # 0.(3), too
      lambda d: f"({d[1]}.{d[2]}0∔{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
     (r"(?<=\d) ?x ?(?=10\^)|(?<=\d) x (?=\.?\d[^,]*=)", "*"),
     # 1,234 is a number, but (1,234) is a pair: only before the first bracket
