@@ -3291,10 +3291,13 @@ def format_reward(text) -> float:
 
 
 _DECIMAL = re.compile(r"-?(?:\d+|\d*\.\d+)", re.ASCII)
-# A choice together with what it stands for: (D) 5, D. Vitamin D, C. Both A and B; not (A) B, (A) or B, nor (A) 5, (B) 6
+# A choice together with what it stands for: (D) 5, D. Vitamin D, C. Both A and B, 12 (C), C (12); not (A) B, (A) or B,
+# nor (A) 5, (B) 6
 _OPTION = re.compile(r"""
     [(\[]? [ ]? ([A-J]) [ ]? [)\].:]+ (?: [ ] | (?=[\d\\] | (?<=\)) [A-Z]?[a-z]{2}) ) (?: (?= (?i: both | neither )\b )
-        | (?! , | (?: (?:.*\W)? , \W* )? [A-J]\W*$ | (?:.*\W)? [A-J][).:\]] ) ) (.+)""", re.X)
+        | (?! , | (?: (?:.*\W)? , \W* )? [A-J]\W*$ | (?:.*\W)? [A-J][).:\]] ) ) (.+)
+    | (?! (?: not | maybe | either | all | none )[ ] ) (?= .*(?: \d | [a-z]{4} ) ) ([^(),]+)[ ]\(([A-J])\)
+    | ([A-J])[ ]\( (?=.*\d) ([^(),]+) \)""", re.X)
 _VERDICT = re.compile(  # Yes, it converges; not "Yes, if n is odd"
     r"(yes|no|true|false)[,.] (?!.*\b(?:but|or|if|unless|yes|no|true|false)\b).+", re.I)
 _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; nothing that may change the number
@@ -3358,9 +3361,6 @@ def _readings(text: str) -> list[str]:
     """What an answer says besides itself: "(D) 5" is D or 5, "7/2, 3.5" either, "The area is 20" is 20, and
     "So, 36 - 15 = 21" ends in 21."""
     if option := _OPTION.fullmatch(text):
-        return [option[1], _clean(option[2])]
-    if option := re.fullmatch(r"(?!not |maybe |either |all |none )(?=.*(?:\d|[a-z]{4}))([^(),]+) \(([A-J])\)"
-                              r"|([A-J]) \((?=.*\d)([^(),]+)\)", text):  # 12 (C), C (12)
         return [_clean(part) for part in option.groups() if part]
     if len(twice := _split(text)[::2]) == 2 and _same(*twice):  # 7/2 or 3.5
         return twice
