@@ -3291,8 +3291,7 @@ def format_reward(text) -> float:
 
 
 _DECIMAL = re.compile(r"-?(?:\d+|\d*\.\d+)", re.ASCII)
-# A choice together with what it stands for: (D) 5, D. Vitamin D, C. Both A and B, 12 (C), C (12); not (A) B, (A) or B,
-# nor (A) 5, (B) 6
+# A choice together with what it stands for: (D) 5, D. Vitamin D, 12 (C), C (12); not (A) B, (A) or B, nor (A) 5, (B) 6
 _OPTION = re.compile(r"""
     [(\[]? [ ]? ([A-J]) [ ]? [)\].:]+ (?: [ ] | (?=[\d\\] | (?<=\)) [A-Z]?[a-z]{2}) ) (?: (?= (?i: both | neither )\b )
         | (?! , | (?: (?:.*\W)? , \W* )? [A-J]\W*$ | (?:.*\W)? [A-J][).:\]] ) ) (.+)
