@@ -3129,7 +3129,6 @@ def build_tiny_preferences(data: str, split: str) -> Path:
 LONGEST_COMPLETION, LONGEST_ANSWER = 20_000, 400  # characters; of a completion, the last ones
 LONGEST_LIST, MOST_BITS = 20, 8_000  # items in any order; size of an exact number
 
-_BARE_BOX = re.compile(r"\\boxed(?: +|(?=\d))([^\s\\${}]+)")  # \boxed 5, \boxed5
 _MATRIX = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[^$]{,400}?\\end\{\1\}")  # one answer on several lines
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.S | re.I)
 # What stands before a further equation, and lines of such equations, without words: the "- " and all of "\n- x = 3".
@@ -3212,10 +3211,10 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
 
     With `closed_only`, as in training, 2 and 5 do not count: a policy is to learn to mark its answer.
     """
-    _, ended, said = str(text)[-LONGEST_COMPLETION:].rpartition("</think>")
-    if ended and (answer := extract_answer(said, closed_only)):
+    text, answer, after = str(text)[-LONGEST_COMPLETION:], None, ""
+    if "</think>" in text and (answer := extract_answer(text.rpartition("</think>")[2], closed_only)):
         return answer
-    text, answer, after = _BARE_BOX.sub(r"\\boxed{\1}", str(text)[-LONGEST_COMPLETION:]), None, ""
+    text = re.sub(r"\\boxed(?: +|(?=\d))([^\s\\${}]+)", r"\\boxed{\1}", text)  # \boxed 5, \boxed5
     text = _LAST_MARK.sub("\n", _MATRIX.sub(lambda matrix: matrix[0].replace("\n", " "), text))
     # With B: below, A: is an option, a point or a person.
     text = re.sub(r"^([* ]*)A(?=\**:.*\n\s*+\**B\**:)", r"\1(A)", text, flags=re.M)
