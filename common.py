@@ -3391,18 +3391,13 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
     Where the gold answer consists of plain numbers (`_is_plain`), so does the answer. And a formula that the prompt
     contains is no answer, unless the gold one is the same formula.
     """
-    def plain(text):  # x^{2} is x^2, \frac{1}{2} is 1/2, \sin(x) is \sin x, and (1/2) and 1/2 hour are 1/2
-        text = re.sub("[{}]", "", _FRACTION.sub(r"\1\2/\3\4", _bare(text))).rstrip(".")
-        text = re.sub(r"(?<=[a-z])(\()?\((\w+)\)(?(1)\))", r"\2", text)  # `_clean` has written \sin((x))
-        return re.sub(r"(?<=\d)[a-zA-Z]+$", "", text.strip("+()[]"))
-
     def copied(formula):
-        question = plain(f"?{prompt}?")  # so that no bracket at its ends is left off
+        question = _bare(f"?{prompt}?")  # so that no bracket at its ends is left off
         formal = _FORMULA.search(_split_unit(formula)[0])  # 5 m/s is none
         return formal and re.search(rf"(?<![\d.]){re.escape(formula)}(?!\d)", question)
 
     def worked_out(said, meant):
-        short, long = sorted((plain(said), plain(meant)), key=len)
+        short, long = sorted((_bare(said), _bare(meant)), key=len)
         if short == long or long.endswith("=" + short) and _is_name(long[:-len(short) - 1]):  # y = x+1 is x+1
             return True
         line = re.match(r"[^=]*[a-zA-Z] ?[-+][^=]*=", meant) and all(  # x + y = 3
@@ -3410,10 +3405,10 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
         # a matrix may have a factor in front, which `_clean` has left to work out in its entries
         if re.search(r"\d", meant) and "[[" not in meant and not line and _is_plain(meant) and not _is_plain(said):
             return False
-        if not _FORMULA.search(plain(answer)):  # `_clean` has made one of it: 2 million
+        if not _FORMULA.search(_bare(answer)):  # `_clean` has made one of it: 2 million
             return True
         for formula in (said, *[answer] * (said == value)):  # cleaned and, if it is the whole answer, as typed
-            sides = [plain(formula)] if "=" in meant else plain(formula).split("=")
+            sides = [_bare(formula)] if "=" in meant else _bare(formula).split("=")
             if copied(sides[-1]) and (_is_name(said.split("=")[0]) or copied(sides[0])):
                 return False
         return True
@@ -3443,10 +3438,14 @@ def _is_plain(text: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """"$57\\,+\\,68^\\circ$" -> "57+68": each symbol in one spelling, and no spaces."""
+    """"$(57^{2} + 68^\\circ)$ cm" -> "57^2+68": what tells whether two formulas are typed alike, and no more. And
+    \\frac{1}{2} is 1/2, \\sin(x) is \\sin x, and 1/2 hour is 1/2."""
     text = re.sub(*_SUPERSCRIPTS, re.sub(*_SYMBOLS, text[-LONGEST_COMPLETION:]))
     text = unicodedata.normalize("NFKC", text)[-LONGEST_COMPLETION:]  # （ is (
-    return re.sub(r"\s|\\text|\^\s*\{?\s*\\circ\s*\}?|°", "", text)
+    text = re.sub(r"\s|\\text|\^\s*\{?\s*\\circ\s*\}?|°", "", text)
+    text = re.sub("[{}]", "", _FRACTION.sub(r"\1\2/\3\4", text)).rstrip(".")
+    text = re.sub(r"(?<=[a-z])(\()?\((\w+)\)(?(1)\))", r"\2", text)  # `_clean` has written \sin((x))
+    return re.sub(r"(?<=\d)[a-zA-Z]+$", "", text.strip("+()[]"))
 
 
 _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
