@@ -3438,8 +3438,8 @@ def _is_plain(text: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """"$(57^{2} + 68^\\circ)$ cm" -> "57^2+68": what tells whether two formulas are typed alike, and no more. And
-    \\frac{1}{2} is 1/2, \\sin(x) is \\sin x, and 1/2 hour is 1/2."""
+    """A formula without what is a matter of typing, to be compared as text: "$57\\,+\\,68^\\circ$" -> "57+68",
+    "x^{2}" -> "x^2", "\\sin(x)" -> "\\sinx", and "(1/2)", "\\frac12" and "1/2 hour" -> "1/2"."""
     text = re.sub(*_SUPERSCRIPTS, re.sub(*_SYMBOLS, text[-LONGEST_COMPLETION:]))
     text = unicodedata.normalize("NFKC", text)[-LONGEST_COMPLETION:]  # （ is (
     text = re.sub(r"\s|\\text|\^\s*\{?\s*\\circ\s*\}?|°", "", text)
