@@ -3660,12 +3660,10 @@ def _parts(text: str) -> tuple[str, list[str]]:
             kind, parts = "()", inner
         elif brackets == "‹›" or len(inner) > 1 and brackets in ("()", "(]", "[)", "[]", "{}"):
             kind, parts = brackets.replace("{}", "‹›"), inner
-    if re.search("[±∓]", text):
-        if kind not in ("", "‹›"):  # (0, ±3) is two tuples
-            kind, parts = "", [text]
-        parts = [way for part in parts for way in dict.fromkeys(
-            part.replace("±", sign).replace("∓", other) for sign, other in ("+-", "-+"))]
-    return kind, parts
+    if kind not in ("", "‹›") and re.search("[±∓]", text):  # (0, ±3) is two tuples
+        kind, parts = "", [text]
+    return kind, [way for part in parts for way in dict.fromkeys(
+        part.replace("±", sign).replace("∓", other) for sign, other in ("+-", "-+"))]
 
 
 def _is_name(side: str) -> bool:
