@@ -3720,9 +3720,9 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
     gaps, others = (_values(f"({sides[0]})-({sides[1]})") for sides in (a, b))
     if len(a) > 2 or gaps[0] in (0, gaps[1]) or others[0] in (0, others[1]):  # no letter: 1 = 2, 3 = 5
         return False
-    constant = all(_close(gap * others[0], other * gaps[0]) for gap, other in zip(gaps, others))
-    constant &= math.inf not in map(abs, gaps + others)  # which is close to any multiple of itself
-    return constant and (kind not in "<≤" or gaps[0] * others[0] > 0)
+    return (math.inf not in map(abs, gaps + others)  # which is close to any multiple of itself
+            and all(_close(gap * others[0], other * gaps[0]) for gap, other in zip(gaps, others))
+            and (kind not in "<≤" or gaps[0] * others[0] > 0))
 
 
 # The unit after a number: words of four or more letters, or of three after a space, short units, and what goes with
