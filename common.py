@@ -3191,7 +3191,7 @@ _FAREWELL = re.compile(  # Let me know if you have questions!
 _ALONE = re.compile(  # of the whole text: 18, or **$1,234.50**
     r"(?:[\s*$]|\\[([$])*(-?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+|/\d+)?|\.\d+)(?:\\?%)?)(?:[\s*$.]|\\[)\]])*")
 _MARKS = re.compile(  # **18**</s> ✅; not x**2
-    r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|</s>|<[|｜][\w▁]+[|｜]>|<(?:eos|end_of_turn)>"
+    r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|<(?:/s|eos|end_of_turn|[|｜][\w▁]+[|｜])>"
     r"|\.?\s?I hope (?:it|this) is correct.*| ?(?:[✅✓✔\U0001f300-\U0001faff]\ufe0f?|\\checkmark)")
 
 
