@@ -3117,32 +3117,32 @@ def build_tiny_preferences(data: str, split: str) -> Path:
 #
 # How "So $\boxed{\dfrac12\text{ cm}}$." is found to agree with the answer "0.5":
 #
-#     extract_answer   \dfrac12\text{ cm}      what the text marks as its answer; of several, the last
-#     _clean           \frac{1}{2} cm          one spelling for all that can be typed in several ways
+#     extract_answer   \dfrac12\text{ cm}      what the text marks as its answer (the last one, if there are several)
+#     _clean           \frac{1}{2} cm          one spelling for whatever can be typed in several ways
 #     _same            one value               lists, intervals and relations are compared part by part
-#     _same_value      \frac{1}{2} and "cm"    a unit counts only where both answers have one
-#     _values          1/2, 1/2, 1/2           the formula at three points: those of 0.5 are the same
+#     _same_value      \frac{1}{2} and "cm"    units are compared only if both answers have one
+#     _values          1/2, 1/2, 1/2           the formula's value at three points, the same three as for 0.5
 #
-# What a model writes is data: a small recursive-descent parser reads it, and nothing is run as code. What the parser
-# cannot read is compared as text, so nothing raises. Limits on lengths and on numbers keep the work small on any text.
+# Model output is data: a small recursive-descent parser reads it, and none of it is executed. What the parser cannot
+# read is compared as text, so no input raises. Limits on the size of texts and numbers bound the work on any input.
 
-LONGEST_COMPLETION, LONGEST_ANSWER = 20_000, 400  # characters; of a completion, the last ones
-LONGEST_LIST, MOST_BITS = 20, 8_000  # items in any order; size of an exact number
+LONGEST_COMPLETION, LONGEST_ANSWER = 20_000, 400  # in characters; of a longer completion, only the end is read
+LONGEST_LIST, MOST_BITS = 20, 8_000  # the longest list compared in any order; the size of the largest exact number
 
 _MATRIX = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[^$]{,400}?\\end\{\1\}")  # one answer on several lines
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.S | re.I)
-# What stands before a further equation, and lines of such equations, without words: the "- " and all of "\n- x = 3".
-# They belong to an answer only if that is an equation itself: x = 2.
+# _NEXT is what may stand before the next equation of a list, such as the "- " of "\n- x = 3"; _LINES is all such lines,
+# if they have no words. They are part of an answer only if it is itself an equation, such as x = 2.
 _NEXT = r"(?:[-*•][ ]|[$\s])*+(?:(?:and|or)\b[$\s]*+)?(?:\\[\[(]\s*)?(?=(?:\\[a-zA-Z]+|[a-zA-Z])(?:_\{?\w\}?)?[ ]?=)"
 _LINES = rf"(?:[ ]*(?:\$\$?|\\[\])])?[,;]?[ ]*\n{_NEXT}(?!.*(?<![\\a-zA-Z])[a-z]{{2,}}(?![a-zA-Z])).+)*"
 _HEADING = re.compile(r"""
     ^[ \t]* (?:
-      # "**Answer:** 18", or "# Answer" with 18 on a line below, unless a sentence begins there
+      # "**Answer:** 18", or "# Answer" with 18 on a line below it, but not with a sentence there
       (?: \#+[ ](?:✅[ ]*)?\** | \*\* ) (?: A (?= \**: ) | (?i:(?:final[ ])?answer) (?= \**[ \t]* (?: : | $ ) ) )
       (?: [\s*:]* (?<=\n)-[ ] )? (?: [\s*:$] | \\\[ | --- )* (?= [^\s*:$\#-] | -[^-] )
       (?! (?! (?: All[ ]real | No | None | [A-H][ ]and )[ ] ) [A-Z][\w']*[ ][a-z] )
     |
-      # "Answer: 18", "A: 18", "####(#) 18"; no "#### Step 1" or "#### 1. Read it"; with more below, no "#### Part 1"
+      # "Answer: 18", "A: 18", "#### 18"; not "#### Step 1" or "#### 1. Read it", nor "#### Part 1" above more text
       (?: A(?:ns)?: | (?i:(?:final[ ])?answer[ ]?:)
         | \#{4,}+ (?! [ ]*\** (?: [A-Z][a-z] (?: [^\n\d]*:\** | [a-z]*[ ][a-z][^\n\d]* )
             | (?: Final | Part | Method | Alternative | Analysis | Setup | Calculation | Given | Summary | Result | Key
@@ -3158,8 +3158,8 @@ _LAST_MARK = re.compile(r"(?<=[.!?])[ *]*(?=####[ ]*[^\s#<]{1,30}\s*\Z)"  # So e
 # balanced braces, up to ten levels
 _BRACED = functools.reduce(lambda inner, _: rf"(?:[^{{}}\\]++|\\[{{}}]?|\{{{inner}\}})*+", range(10), "")
 _BOX = re.compile(rf"\\f?box(?:ed)?\s*\{{({_BRACED})\}}")
-_BETWEEN_BOXES = re.compile(r"\\[()\[\],;]|\\text|[\s${}*]")  # beside "and", a comma or a name
-# up to the end of the sentence or a reason: "18 dollars because ..."; whole: "$5! = 120$", "5 sq. ft."
+_BETWEEN_BOXES = re.compile(r"\\[()\[\],;]|\\text|[\s${}*]")  # markup that may surround "and", a comma or "y ="
+# An answer ends with its sentence or before a reason, "18 because ..."; not within "$5! = 120$" or "5 sq. ft."
 _STOP = r"""(?= $ | (?: (?<!\bRs)[.!] | \.\$ ) (?: \* | \s* $ | \s+ (?-i: [^a-z\s=<>+*/^)$-] ) )
     | ,?[ ] \(? (?: because | since | so | as | which | i\.e\.,? | obtained ) [ ] | (?: ,[ ] | [ ]\( ) not[ ] )"""
 _PHRASE = re.compile(r"""
@@ -3173,22 +3173,22 @@ _PHRASE = re.compile(r"""
     :? \** \s* (?: \}\s* | (?<=\n)[-•][ ]+ )?
     (?: (?: \\\[ | \$\$ | \\begin\{(?:align|equation|gather)\*?\} ) \s* )? (?=\S) (?! (?:in)?correct\b | an[ ]integer )
     ( (?! \W*\\?[a-zA-Z]\w*[ ]?= ) .*?""" + _STOP + " | .*?" + _STOP + _LINES + ")", re.X | re.I | re.M)
-# The total is:\n$$x = 5$$; or She makes $18 a day.
+# Below "# Answer": "The total is:\n$$x = 5$$" or "She makes $18 a day."
 _UNDER_HEADING = re.compile(r"^[#* ]+(?:Final )?Answer[:* ]*\n\s*"
                             r"(?:[A-Z].*:\s*(?:\\\[|\$\$)\s*(?=\S)|(?=[A-Z].*\d))(.+)", re.M)
-_WORD = r"[^\s=]*[^\s=*.,:;!?]"  # without the punctuation behind it
+_WORD = r"[^\s=]*[^\s=*.,:;!?]"  # a word without its trailing punctuation
 _VALUE = re.compile(rf"""
-    # a formula: \[x = 5\], $x = 5$ (not "$5 or $6"), or $ x = 5 $ before a dot
+    # a formula: \[x = 5\], $x = 5$ (but not the "$5 or $" of "$5 or $6"), or $ x = 5 $ if punctuation follows
     \$\$ (.+?) \$\$ | \\\[ (.+?) \\\] | \\\( (.+?) \\\)
     | (?<!\\)\$ (?: (?![\s$]) ((?:\\.|[^$\\])+?) (?<!\s)\$ (?!\d) | [ ] ((?:\\.|[^$\\])+?) [ ]\$ (?![\s\d]) )
-    # in plain text: (2, 5), 18, $1,234.50, 3 1/2, 2x + 3, and not its 3 alone; no t-shirt
+    # in plain text: (2, 5), 18, $1,234.50, 3 1/2 or 2x + 3 (never only the 3 of it), but not t-shirt
     | (?<![^\s*=]) (?<![-−+/^×÷][ ])
       (?P<plain> [(\[{{] [^][(){{}}\s,=]{{1,20}} (?: ,[ ]?[^][(){{}}\s,=]{{1,20}} )+ [)\]}}]
         | [-−(\\$€£√]* (?: \.?\d | (?:[dt]?frac|sqrt)\{{ | [a-z](?=[ ]?[-−+/^](?![a-z]{{2}})) ) (?:{_WORD})?
           (?: [ ][-−+*/^×÷x][ ]{_WORD} | (?<=\d)[ ]\d(?:{_WORD})? )* (?: [ ][mb]illion )? )""", re.X | re.S)
 _FAREWELL = re.compile(  # Let me know if you have questions!
     r"\s*\b(?:Let me know|I hope|(?:Please )?[Ff]eel free|If you (?:have|need)|Is there anything)\b.*", re.S)
-_ALONE = re.compile(  # of the whole text: 18, or **$1,234.50**
+_ALONE = re.compile(  # a text that is nothing but a number: 18, **$1,234.50**
     r"(?:[\s*$]|\\[([$])*(-?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+|/\d+)?|\.\d+)(?:\\?%)?)(?:[\s*$.]|\\[)\]])*")
 _MARKS = re.compile(  # **18**</s> ✅; not x**2
     r"(?<![\w)}\]|!])\*\*(?=\S)|(?<=\S)\*\*(?![\w(\\{-])|<(?:/s|eos|end_of_turn|[|｜][\w▁]+[|｜])>"
@@ -3196,20 +3196,20 @@ _MARKS = re.compile(  # **18**</s> ✅; not x**2
 
 
 def extract_answer(text, closed_only: bool = False) -> str | None:
-    """The final answer of a completion, or None: what follows a </think>, if it gives one, else the whole text. In
-    order of precedence:
+    """The final answer of a completion, or None. The text after </think> is searched first; if it has no answer, the
+    whole text is. In order of precedence:
 
-    1. <answer>18</answer>, \\boxed{18}, `#### 18` (a line, or behind the last sentence), `# Answer` (18 may follow
-       below), `Answer: 18` or `A: 18` (no `B:` below it): whichever ends last. They may stand in one another:
-       <answer>\\boxed{18}</answer>. Boxes with "and" between them, and equations on further lines, are a list.
-    2. What follows the last <answer>, though it is never closed: samplers that stop at </answer> cut the tag off.
-    3. "The answer is 18." or "the answer: 18" within a line, also one within 1 and 2, or a number after 1 where that
-       may only begin the reasoning (`A: There are 15 trees.`).
-    4. Below `# Answer`, the display that a sentence introduces, or a sentence with a number in it.
-    5. The last formula or number of a last sentence, or what that has in bold: So, she makes **$18** a day. Or the
-       whole text, if it is but a number.
+    1. <answer>18</answer>, \\boxed{18}, `#### 18` (on its own line or after the last sentence), `# Answer` (18 may be
+       below it), `Answer: 18` or `A: 18` (without a `B:` below): whichever ends last. They may be nested:
+       <answer>\\boxed{18}</answer>. Boxes joined by "and", and equations on the lines that follow, form a list.
+    2. What follows the last <answer>, even if it is never closed: samplers that stop at </answer> cut the tag off.
+    3. "The answer is 18." or "the answer: 18" within a line. This is also searched for inside 1 and 2, and after a 1
+       that may only be the start of the reasoning (`A: There are 15 trees.`), where it must be a number.
+    4. Below `# Answer`, a displayed formula that a sentence introduces, or a sentence with a number in it.
+    5. The last formula or number of the last sentence, or that sentence's bold part: So, she makes **$18** a day. Or
+       the whole text, if it is nothing but a number.
 
-    With `closed_only`, as in training, 2 and 5 do not count: a policy is to learn to mark its answer.
+    With `closed_only`, which training uses, 2 and 5 do not count: a policy should learn to mark its answer.
     """
     text, answer, after = str(text)[-LONGEST_COMPLETION:], None, ""
     if "</think>" in text and (answer := extract_answer(text.rpartition("</think>")[2], closed_only)):
@@ -3220,7 +3220,7 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
     text = re.sub(r"^([* ]*)A(?=\**:.*\n\s*+\**B\**:)", r"\1(A)", text, flags=re.M)
     for _ in range(3):  # marks within marks
         boxes, marks = _in_boxes(text), [mark for pattern in (_HEADING, _TAGGED) for mark in pattern.finditer(text)]
-        if boxes:  # "#### Remark" with a text below is no answer
+        if boxes:  # then "#### Remark" with text below it is a heading, not an answer
             marks = [mark for mark in marks if mark[0][:4] != "####" or re.search(r"[\d\\$]|nswer", mark[0])
                      or not text[mark.end():].strip()]
         if not (marks := [(mark.end(1), mark[1]) for mark in marks] + boxes):
@@ -3243,7 +3243,7 @@ def extract_answer(text, closed_only: bool = False) -> str | None:
 
 
 def _last_value(text: str) -> str | None:
-    """"So $x = 2$ or $x = 3$." -> "x = 2, x = 3": the end of what the last sentence says, or what it prints in bold."""
+    """"So $x = 2$ or $x = 3$." -> "x = 2, x = 3": the last values in the last sentence, or in its only bold part."""
     text = text[-LONGEST_ANSWER:]
     if text.count("$$") % 2:  # it begins within a display
         text = text.partition("$$")[2]
@@ -3255,7 +3255,7 @@ def _last_value(text: str) -> str | None:
     values = [value for value in _VALUE.finditer(text) if not _LETTER.fullmatch(value[value.lastindex])]  # for all $x$
     if not values:
         return None
-    # a sentence ends in a dot, so that no cut one counts, or in a formula
+    # The sentence must end in a full stop or in a formula, so one that was cut off does not count.
     end = r"[^.!?\n]*[.!]\W*" if values[-1]["plain"] else r"(?:[^.!?\n]*[.!])?\W*"
     if not re.fullmatch(end, text[values[-1].end():]):
         return None
@@ -3298,7 +3298,7 @@ _OPTION = re.compile(r"""
     | ([A-J])[ ]\( (?=.*\d) ([^(),]+) \)""", re.X)
 _VERDICT = re.compile(  # Yes, it converges; not "Yes, if n is odd"
     r"(yes|no|true|false)[,.] (?!.*\b(?:but|or|if|unless|yes|no|true|false)\b).+", re.I)
-_SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; nothing that may change the number
+_SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; but without words that change the number
     (?! All[ ] | .*[ ][-/][ ] | .*n't[ ] | .*(?<![\w'])(?: [bB]ut | minus | negative
         | than(?=[ ]-?\d) | most | least | half | twice | double | triple | none | dozen | pi | sqrt | log | mod
         | [b-zB-HJ-Z] )\b )
@@ -3306,8 +3306,8 @@ _SENTENCE = re.compile(r"""  # Janet makes 18 every day, The area is 20 feet^2; 
     """, re.X)
 # The area is 12\pi; The remainder when 10 is divided by 3 is 1
 _STATEMENT = re.compile(r"(?!(?:.* (?:is(?! divided)|are|equals) ){2})[A-Z][^=]* (?:is|are|equals) (.+)")
-# He pays 9 eggs x $2/egg = $18 a day: the number at its end, if no letter stands for a number, no other one is given
-# before it (Minimum = 1, maximum = 3), and the words after it leave it what it is
+# The 18 of "He pays 9 eggs x $2/egg = $18 a day", if no letter in it stands for a number, no other result comes first
+# (Minimum = 1, maximum = 3), and no word after it changes its value (18 dozen)
 _ENDING = re.compile(r"""
     (?! .* (?: [\\≠<>] | [a-z][ ]?=[^=]*\d,[ ](?:\d\w*[ ])?[a-z]+[ ]?=
              | (?<![a-zA-Z']) (?: [b-wyz] | (?<![a-z]{4}[ ]) [B-HJ-WYZ] | [xX](?![ ]?[\d(.]) ) (?![a-zA-Z']) .*= ) )
@@ -3320,31 +3320,31 @@ _NUMBER = re.compile(r"(?<!\S)-?\.?\d(?:\S*\w)?")  # a word that begins with a n
 
 
 def is_equivalent(prediction, answer) -> bool:
-    """Whether two answers mean the same: numbers by exact value, sets and lists of up to 20 solutions in any order,
-    tuples and intervals in theirs, formulas by their value at three points, text by its characters, in either case.
-    Never a tolerance for decimals (only roots, π and the like may be 1e-11 of their value apart), never a factor of
-    100: 50% is 50, not 0.5. A text counts for the answer that it marks, and else one in several sentences for its
-    conclusion: So she has 7.
+    """Whether two answers mean the same. Numbers are compared by exact value, sets and lists of up to 20 items in any
+    order, tuples and intervals in order, formulas by their values at three points, text by its characters, ignoring
+    case. Decimals have no tolerance (only roots, π and the like may differ by 1e-11 of their value), and percentages no
+    factor of 100: 50% is 50, not 0.5. Of a longer text, the answer that it marks is compared, or else its concluding
+    sentence: So she has 7.
     """
     if prediction is None or answer is None:
         return False
     a, b = (side if _DECIMAL.fullmatch(side) else _answer_in(side) for side in map(str, (prediction, answer)))
     if max(len(a), len(b)) > LONGEST_ANSWER:
         return a.strip() == b.strip() != ""
-    if _DECIMAL.fullmatch(a) and _DECIMAL.fullmatch(b):  # most pairs: a tenth of the time
+    if _DECIMAL.fullmatch(a) and _DECIMAL.fullmatch(b):  # a shortcut for most pairs, ten times as fast
         return Fraction(a) == Fraction(b)
     return any(_same(x, y) for x, y in _pairs(_clean(a), _clean(b)))
 
 
 def _answer_in(text: str) -> str:
-    """What is compared of a text: the answer that it marks, else all of it; of reasons and a conclusion, the latter."""
+    """The part of a text to compare: the answer that it marks, or all of it; of "9*2 = 18. So she has 18", the end."""
     answer = (extract_answer(text, closed_only=True) or text[-LONGEST_COMPLETION:]).rpartition("<answer>")[2]
     conclusion = re.split(r"[.!?]\s+(?=(?:So|Thus|Therefore|Hence|In total|Altogether)\b)", answer)[-1]
     return conclusion if re.search(r"\d", conclusion) else answer
 
 
 def _pairs(a: str, b: str):
-    """What may be compared of two answers: all of both, or all of one and what the other says besides."""
+    """The ways to compare two answers: both as they are, or one as it is with each of the other's `_readings`."""
     yield a, b
     yield from ((x, b) for x in _readings(a))
     yield from ((a, x) for x in _readings(b))
@@ -3356,8 +3356,8 @@ _CONDITION = re.compile(  # 2n+1 for n ≥ 1, a_n = 2n (n ≥ 1), 5 at x = 2
 
 
 def _readings(text: str) -> list[str]:
-    """What an answer says besides itself: "(D) 5" is D or 5, "7/2, 3.5" either, "The area is 20" is 20, and
-    "So, 36 - 15 = 21" ends in 21."""
+    """What else a cleaned answer may be taken to say: "(D) 5" says D or 5, "7/2, 3.5" either of the two, "The area is
+    20" says 20, and "So, 36 - 15 = 21" says 21."""
     if option := _OPTION.fullmatch(text):
         return [_clean(part) for part in option.groups() if part]
     if len(twice := _split(text)[::2]) == 2 and _same(*twice):  # 7/2 or 3.5
@@ -3385,15 +3385,15 @@ _PLAIN = re.compile(r"""  # a number as `_clean` leaves it, with nothing left to
 
 
 def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
-    """Whether an answer that `is_equivalent` to the gold one is more than the question again, as 57+68 is for "57+68=?"
-    and (x+1)^2 for "Expand (x+1)^2". A policy that may repeat the question learns nothing else.
+    """Whether an answer that `is_equivalent` to the gold one does more than repeat the question, unlike 57+68 for
+    "57+68=?" or (x+1)^2 for "Expand (x+1)^2". A policy that is rewarded for repeating the question learns nothing else.
 
-    Where the gold answer consists of plain numbers (`_is_plain`), so does the answer. And a formula that the prompt
-    contains is no answer, unless the gold one is the same formula.
+    If the gold answer consists of plain numbers (`_is_plain`), this one must, too. And a formula that the prompt
+    contains does not count, unless the gold answer is that same formula.
     """
     def copied(formula):
-        question = _bare(f"?{prompt}?")  # so that no bracket at its ends is left off
-        formal = _FORMULA.search(_split_unit(formula)[0])  # 5 m/s is none
+        question = _bare(f"?{prompt}?")  # the question marks keep _bare from stripping brackets at its ends
+        formal = _FORMULA.search(_split_unit(formula)[0])  # not so for 5 m/s
         return formal and re.search(rf"(?<![\d.]){re.escape(formula)}(?!\d)", question)
 
     def worked_out(said, meant):
@@ -3405,9 +3405,9 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
         # a matrix may have a factor in front, which `_clean` has left to work out in its entries
         if re.search(r"\d", meant) and "[[" not in meant and not line and _is_plain(meant) and not _is_plain(said):
             return False
-        if not _FORMULA.search(_bare(answer)):  # `_clean` has made one of it: 2 million
+        if not _FORMULA.search(_bare(answer)):  # only `_clean` has made it a formula: 2 million is 2*10^6
             return True
-        for formula in (said, *[answer] * (said == value)):  # cleaned and, if it is the whole answer, as typed
+        for formula in (said, answer) if said == value else (said,):  # if it is the whole answer, also as it was typed
             sides = [_bare(formula)] if "=" in meant else _bare(formula).split("=")
             if copied(sides[-1]) and (_is_name(said.split("=")[0]) or copied(sides[0])):
                 return False
@@ -3421,14 +3421,14 @@ def is_worked_out(answer: str, gold: str, prompt: str) -> bool:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether every part of a cleaned answer is a number in its last form, such as 125, 5/2 or 2∔1/2, or an equation
-    with such a number at one end, such as 57+68 = 125. Not 57+68, 250/2 or 1∔3/2."""
+    """Whether every part of a cleaned answer is a fully evaluated number, such as 125, 5/2 or 2∔1/2, or an equation
+    with such a number at either end, such as 57+68 = 125. Not 57+68, 250/2 or 1∔3/2."""
     kind, parts = _parts(text)
     if set(kind) == {"="}:  # x = 125, 57+68 = 125, 125 = x; not 2x = 250
         sides = parts[0], parts[-1]
         return any(_is_plain(number) and (_is_name(name) or _same(name, number))
                    for name, number in (sides, sides[::-1]))
-    if kind or len(parts) > 1:  # the letter is that of x > 5; \pi is a number
+    if kind or len(parts) > 1:  # a letter is the x of x > 5; but \pi is a number
         return all(_LETTER.fullmatch(part) and part != "\\pi" or _is_plain(part) for part in parts)
     number = _PLAIN.fullmatch(_SPACES.sub("", _split_unit(text)[0]))
     if not number or not number["fraction"]:
@@ -3448,7 +3448,7 @@ def _bare(text: str) -> str:
     return re.sub(r"(?<=\d)[a-zA-Z]+$", "", text.strip("+()[]"))
 
 
-_TYPED = {  # what we write -> the ways in which it is typed; sizes, currency and percent are left out
+_TYPED = {  # our spelling -> the spellings that it replaces; signs of size, currency and percent are dropped
     "": r"\left. \right. \left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \large \Large \LARGE "
         r"\huge \! \( \) \[ \] \$ $ € £ ₹ ¥ \% % ¢" " \u200b \u2060 \ufeff",
     " ": r"\, \: \; \quad \qquad ~ \rm \bf \ ", ",": "; & 、", "-": "− – — ‑ ‐", "*": r"\times \cdot × ⋅ ·",
@@ -3463,7 +3463,7 @@ _TYPED = {  # what we write -> the ways in which it is typed; sizes, currency an
     "\\log": r"\lg", "\\vec": r"\overrightarrow", "\\beta ": "β", "\\lambda ": "λ", "°": r"\degree \degrees",
     "\\emptyset": r"\varnothing ∅", "\\infty ": "∞", "\\sqrt ": "√", "\\pi ": "π", "\\theta ": "θ", "\\alpha ": "α"}
 _SPELLINGS = {typed: ours for ours, ways in _TYPED.items() for typed in ways.split()}
-_SYMBOLS = (  # whatever may be such a key; x_1!=2, but not 4!=24
+_SYMBOLS = (  # matches whatever may be a key of _SPELLINGS, the != of x_1!=2 included, but not that of 4!=24
     re.compile(r"\\(?:left|right)\.|\\[a-zA-Z]+|\\!\s*|\\.|\*\*|(?<=,) ?\.{3}|[<>]="
                r"|(?:(?<!\d)|(?<=[_^]\d)|(?<=\b[a-z]\d))!=|[$%~;&]|[^\x00-\x7f]"),
     lambda typed: _SPELLINGS.get(typed[0].strip(), typed[0]))
@@ -3472,9 +3472,8 @@ _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}([, ])\d{3}(?:\1\d{3})*(?!,?\d|(?<= 
 _ENTRY = r"(?:_\{?\d\}?)? ?= ?([^=,]+)"  # what x or x_1 is
 _NUMBER_WORDS = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
                  " seventeen eighteen nineteen twenty").split()
-_REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order: each counts on those above it
-    # symbols: ①③ is ①,③, x₁ is x_{1}; NFKC makes 1 of ①, 1/2 of ½, and up to eighteen characters of others, hence the
-    # cut
+_REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # the order matters: each relies on those above it
+    # symbols: ①③ is ①,③, x₁ is x_{1}; NFKC turns ① into 1, ½ into 1/2, and some into 18 characters, hence the cut
     (r"[①-⑳](?=[①-⑳])", r"\g<0>,"),
     (r"(?:^|(?<=\n))(\\?[a-zA-Z]+) ?=[^\n=,]*(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])[^\n=,]*(?:\n|\\\\)\s*+(?=\1 ?=)",
      ""),  # A = \pi r^2 above A = 4\pi
@@ -3569,7 +3568,7 @@ _REWRITES = [(re.compile(pattern), ours) for pattern, ours in [  # in this order
     (r"(\d*)\.(\d*)(?: ?\\(?:overline|dot)\{|(?<=\.)\()(\d+)[})]",  # 0.(3), too
      lambda d: f"({d[1]}.{d[2]}0∔{d[3]}/{'9' * len(d[3])}{'0' * len(d[2])})"),
     (r"(?<=\d) ?x ?(?=10\^)|(?<=\d) x (?=\.?\d[^,]*=)", "*"),
-    # 1,234 is a number, but (1,234) is a pair: only before the first bracket
+    # 1,234 is a number, but (1,234) is a pair, so this stops at the first bracket
     (r"^[^(\[‹]*", lambda head: _THOUSANDS.sub(lambda number: number[0].replace(number[1], ""), head[0]))]]
 
 
@@ -3580,7 +3579,7 @@ def _clean(text: str) -> str:
     "\\$1{,}234.50"            -> "1234.50"          no currency, no percent sign
     "\\dfrac12 \\text{ cm}"    -> "\\frac{1}{2} cm"  units are plain words
     "\\{1 \\text{ or } 2\\}"   -> "‹1 , 2›"          a set stands in ‹…›, since braces only group
-    "x \\in [1, 2)"            -> "[1, 2)"           what a letter lies in
+    "x \\in [1, 2)"            -> "[1, 2)"           only the set that the letter lies in
     "x \\geq 1"                -> "x ≥ 1"            a relation is one character
     """
     for pattern, ours in _REWRITES:
@@ -3598,7 +3597,7 @@ def _same(a: str, b: str, depth: int = 0) -> bool:
     "x = 5" and "5"             a relation and something else: `_is_value_of`
     "y = 2x" and "2x - y = 0"   two relations: `_same_relations`
     "2x + 3" and "3 + 2x"       two single values: `_same_value`
-    "1, 2" and "‹2, 1›"         lists and sets: the same items, in any order unless inside another; each pair by `_same`
+    "1, 2" and "‹2, 1›"         lists and sets: the same items, in any order (in the given one if nested in others)
     "(1, 2]" and "(1, 4/2]"     tuples, intervals, matrices: the same brackets, and the same items in order
     """
     if not a or not b or depth > 4:
@@ -3667,9 +3666,9 @@ def _parts(text: str) -> tuple[str, list[str]]:
 
 
 def _is_name(side: str) -> bool:
-    """Whether one side of an equation only names its value. In x, x_1, f(-2), f(g(3)) and x_1 + x_2, all digits belong
-    to an index or to the argument of a function, in 5 \\star 1 to an operation that the question defines. A sum, an
-    integral, a limit or a floor by itself names its value, too, and so does 100m + n."""
+    """Whether one side of an equation is only a name for the value on the other: x, x_1, f(-2), f(g(3)) or x_1 + x_2,
+    with digits only in indices and arguments; 5 \\star 1, an operation that the question defines; a sum, an integral, a
+    limit or a floor that stands alone; or 100m + n."""
     if re.match(r"\\(?:sum|prod|int|lim)|\\l(?:floor|ceil)[^\\]*\\r\w+ ?$", side):
         return len(_split(side, "+-")) == 1
     rest = re.sub(r"(?<!log)_\{?[\d/,]+\}?|\^\{-1\}(?=\()"
@@ -3687,11 +3686,11 @@ _CLAUSE = re.compile(r"""  # 2 when y, 2 \to y; not 2 sin x cos x
 
 def _is_value_of(kind: str, sides: list[str], plain: str, depth: int) -> bool:
     """x = 5, f(2) = 5 and 2 + 3 = 5 agree with the plain 5, but x^2 = 5 does not; x ≥ 5 agrees with [5, \\infty)."""
-    if set(kind) == {"="}:  # not 57+68 > x = 5, nor x = 2 when y = 5, or x = 2 / x = 5
-        for side in sides[1:-1]:
+    if set(kind) == {"="}:  # not 57+68 > x = 5
+        for side in sides[1:-1]:  # not x = 2 when y = 5, nor x = 2 / x = 5, whose middle is "2 / x"
             value = side.removesuffix(sides[0]).strip(" /],[")
-            again = value != side and re.match(r"[\\a-zA-Z]", sides[0])
-            if _CLAUSE.search(side) or again and not _VARIABLE.search(value) and not _same(value, plain):
+            x_again = value != side and re.match(r"[\\a-zA-Z]", sides[0])
+            if _CLAUSE.search(side) or x_again and not _VARIABLE.search(value) and not _same(value, plain):
                 return False
         if len(sides) == 2 and _DECIMAL.fullmatch(sides[0]) and re.fullmatch("[a-zA-Z]", sides[-1]):  # 5 = x
             sides = sides[::-1]
@@ -3715,7 +3714,7 @@ def _same_relations(kind: str, a: list[str], b: list[str], depth: int) -> bool:
     names = {a[0], b[0]}
     if depth and kind == "=" and {re.sub(r"_\{?\d\}?$", "", name) for name in names} < names:
         return _same(a[1], b[1], depth)  # of x_1 = 2, x_2 = 3 the first is x = 2
-    if a[0] == b[0] != "0":  # x - e^{-40} and x - e^{-50} are equal after rounding; and 0 = x is 0 = 2x
+    if a[0] == b[0] != "0":  # or x = e^{-40} would round to x = e^{-50}; but 0 = x is 0 = 2x
         return False
     gaps, others = (_values(f"({sides[0]})-({sides[1]})") for sides in (a, b))
     if len(a) > 2 or gaps[0] in (0, gaps[1]) or others[0] in (0, others[1]):  # no letter: 1 = 2, 3 = 5
@@ -3752,7 +3751,7 @@ def _same_value(a: str, b: str) -> bool:
     if {"am", "pm"} & {a_unit, b_unit}:
         a, b = a.removesuffix(":00"), b.removesuffix(":00")
     short, long = sorted((a_unit, b_unit), key=len)
-    if short:  # most abbreviations are letters of the word, in their order; signs and digits are not left out
+    if short:  # most abbreviations keep some letters of the word, in order, and all of its signs and digits
         letters = iter(long)
         abbreviates = (short[0] == long[0] and all(letter in letters for letter in short)
                        and not (short.startswith(("meter", "mile")) and re.match("milli|micro|mega", long)))
@@ -3794,7 +3793,7 @@ def _close(a, b, constant: bool = False) -> bool:
     """Equal, or apart only by the rounding of floats: \\sin(\\pi) is not quite 0. `constant`: neither has letters."""
     if _bits(a) and _bits(b):
         return a == b
-    # Like \sin(\pi), and in constants its square too. But e^{-x^2} at x = 8 is as small as that.
+    # \sin(\pi) is meant to be 0, and so is its square if neither has letters: e^{-x^2} at x = 8 is as small as that.
     nearly_zero = 0 in (a, b) and (constant or abs(a + b) > 1e-20)
     return cmath.isclose(a, b, rel_tol=1e-11, abs_tol=1e-13 if nearly_zero else 0)
 
@@ -3818,7 +3817,7 @@ def _factorial(n):
 
 
 _OF_TWO = {"frac": operator.truediv, "binom": lambda n, k: _factorial(n) / _factorial(k) / _factorial(n - k)}
-_OPERATORS = {  # how strongly it binds, what it does
+_OPERATORS = {  # precedence and function
     "+": (1, operator.add), "∔": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul),
     "·": (2, operator.mul), "/": (2, operator.truediv), "^": (3, _power), "!": (4, _factorial)}
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
@@ -3829,7 +3828,7 @@ _FUNCTIONS = {name: getattr(cmath, name) for name in "sin cos tan sinh cosh tanh
     "arccsc": lambda x: cmath.asin(1 / x), "arcsinh": cmath.asinh, "arccosh": cmath.acosh, "arctanh": cmath.atanh,
     "sec": lambda x: 1 / cmath.cos(x), "csc": lambda x: 1 / cmath.sin(x), "cot": lambda x: 1 / cmath.tan(x)}
 _KNOWN = {*_FUNCTIONS, *_CONSTANTS, *_OF_TWO, "sqrt"}
-# no letters: what stands on their two sides may not change places
+# Relations and operators, not to be read as letters: a product of letters is the same in any order.
 _SIGNS = re.compile(r"\\(?:to|(?:[Ll]ong)?(?:[Ll]eft|[Rr]ight)arrow|mapsto|implies|setminus|backslash|su[bp]set(?:eq)?"
                     r"|circ|bmod|neg|lnot|ll|gg)")
 _INDEX = r"_(?:\w|\\[a-z]+|\{[^{}]*\})"
@@ -3916,8 +3915,8 @@ def _value(words: list[str], modulus: int):
         if re.match(r"[a-zA-Zα-ωΑ-Ω](?:_|$)", token) or token[0] == "\\" and not _SIGNS.fullmatch(token):
             letters.append(token)
             name = re.sub(r"[\\{} ]", "", token).encode()
-            # A power, for a + d is not b + c. From 1 to 4.3: beside e^{5x} no constant is rounded away, and few x - 2
-            # are negative, where roots and logarithms take another branch.
+            # The fifth power, since a + d is not b + c. From 1 to 4.3, so rounding hides no constant beside e^{5x},
+            # and few x - 2 are negative, where roots and logarithms take another branch.
             return Fraction(pow(int.from_bytes(name, "big"), 5, modulus) + 308, 307)
         raise ValueError
 
