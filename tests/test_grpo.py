@@ -87,42 +87,6 @@ def test_the_logged_kl_is_a_mean_over_tokens_without_padding():
     assert stats["kl"].item() == pytest.approx(1 - math.log(2))
 
 
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e38])
-def test_nothing_under_the_mask_matters(garbage):
-    torch.manual_seed(0)
-    mask = torch.arange(5) < torch.tensor([5, 2, 0])[:, None]
-    weights = grpo.token_weights(mask, 3)
-
-    def run(fill):
-        tensors = [torch.linspace(-3, -1, 15).view(3, 5) * k for k in (1.0, 1.1, 0.9)]
-        tensors = [t.where(mask, fill) for t in tensors]
-        logprobs = tensors[0].requires_grad_()
-        advantages = torch.tensor([1.0, -1.0, fill])  # the third completion has no tokens
-        loss, stats = grpo.grpo_loss(logprobs, *tensors[1:], advantages, weights, 0.2, 0.04)
-        loss.backward()
-        return loss.detach(), logprobs.grad, stats["kl"], stats["clip_fraction"]
-
-    for clean, dirty in zip(run(0.0), run(garbage)):
-        assert torch.equal(clean, dirty)
-
-
-def test_gradients_flow_into_the_log_probs_alone():
-    tensors = [torch.randn(3, 5, requires_grad=True) for _ in range(3)]
-    advantages = torch.randn(3, requires_grad=True)
-    grpo.grpo_loss(*tensors, advantages, torch.rand(3, 5), 0.2, 0.04)[0].backward()
-    assert tensors[0].grad.any() and all(x.grad is None for x in (*tensors[1:], advantages))
-
-
-@pytest.mark.parametrize("difference", [-5000.0, 5000.0])
-@pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_huge_log_ratios_stay_finite(difference, advantage):
-    logprobs = torch.tensor([[difference]], requires_grad=True)
-    loss, _ = grpo.grpo_loss(logprobs, torch.zeros(1, 1), torch.zeros(1, 1), torch.tensor([advantage]),
-                             torch.ones(1, 1), 0.2, 0.04)
-    loss.backward()
-    assert loss.isfinite() and logprobs.grad.isfinite().all()
-
-
 @pytest.mark.parametrize("max_tokens", [1, 60, 200, 100_000])
 def test_any_micro_batch_size_gives_the_same_gradient(max_tokens):
     """Compared with the definition: each completion on its own, a mean over its tokens, then over completions."""

@@ -19,8 +19,10 @@ from helpers import (ROOT, assert_metrics, few_pairs, few_problems, is_right, lo
 
 GROUP_SCRIPTS = ["grpo", "dapo", "dr_grpo"]
 SCRIPTS = [*GROUP_SCRIPTS, "ppo", "dpo", "reward_model"]
-LOSSES = {  # of (logprobs, old_logprobs, advantages [N], weights), without KL
-    "grpo": lambda *a: grpo.grpo_loss(*a[:2], None, *a[2:], 0.2, 0.0), "dapo": lambda *a: dapo.dapo_loss(*a, 0.2, 0.28),
+LOSSES = {  # of (logprobs, old_logprobs, advantages [N], weights); with KL, the old log-probs are the reference's too
+    "grpo": lambda *a: grpo.grpo_loss(*a[:2], None, *a[2:], 0.2, 0.0),
+    "grpo with KL": lambda *a: grpo.grpo_loss(*a[:2], a[1], *a[2:], 0.2, 0.04),
+    "dapo": lambda *a: dapo.dapo_loss(*a, 0.2, 0.28),
     "dr_grpo": lambda *a: dr_grpo.dr_grpo_loss(*a, 0.2),
     "ppo": lambda *a: ppo.ppo_loss(*a[:2], a[2][:, None], a[3], 0.2)}
 
@@ -68,7 +70,7 @@ def test_the_clipped_surrogate_by_hand(script, ratio, advantage, value, slope):
     assert stats["approx_kl"].item() == pytest.approx(ratio - 1 - math.log(ratio), rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("loss", LOSSES.values())
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("difference", [-5000.0, 5000.0])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
 def test_huge_log_ratios_stay_finite(loss, difference, advantage):
@@ -78,7 +80,7 @@ def test_huge_log_ratios_stay_finite(loss, difference, advantage):
     assert value.isfinite() and logprobs.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("loss", LOSSES.values())
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e38])
 def test_nothing_under_the_mask_matters(loss, garbage):
     weights = torch.tensor([[0.5, 0.0], [0.0, 0.0]])
@@ -88,11 +90,11 @@ def test_nothing_under_the_mask_matters(loss, garbage):
         old_logprobs = torch.tensor([[-1.1, fill], [fill, fill]])
         value, stats = loss(logprobs, old_logprobs, torch.tensor([2.0, fill]), weights)  # the second has no tokens
         value.backward()
-        results.append((value.detach(), logprobs.grad, stats["clip_fraction"], stats["approx_kl"]))
+        results.append((value.detach(), logprobs.grad, *stats.values()))
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("loss", LOSSES.values())
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_gradients_flow_into_the_log_probs_alone(loss):
     logprobs, *others = (torch.randn(*size, requires_grad=True) for size in ((3, 5), (3, 5), (3,)))
     loss(logprobs, *others, torch.rand(3, 5))[0].backward()
