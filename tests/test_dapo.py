@@ -187,6 +187,12 @@ def test_dynamic_sampling_asks_for_what_is_missing_and_leaves_out_what_is_too_mu
     assert asked[:2] == [6, 3]  # 2 more, at a rate of 4/6, take 3 prompts and no more
 
 
+def test_dynamic_sampling_counts_the_share_over_all_that_was_drawn():
+    """5 of 10 are informative, then 2 of 10: at a rate of 7/20, the three missing take 3·20/7 = 8.6, so 9 prompts."""
+    roll_out, asked = fake_sampler("m" * 5 + "1" * 5 + "m" * 2 + "1" * 8 + "m" * 9)
+    assert len(dapo.dynamic_sampling(roll_out, 10, 5)[1]) == 10 and asked == [10, 10, 9]
+
+
 def test_dynamic_sampling_stops_at_once_when_all_are_informative():
     roll_out, asked = fake_sampler("m")
     assert dapo.dynamic_sampling(roll_out, 4, 10)[1].tolist() == [0, 1, 2, 3] and asked == [4]
@@ -325,9 +331,3 @@ def test_the_units_of_the_loss_average(average, size, tmp_path, monkeypatch):
                         "--group_size", 4, "--no_dynamic_sampling", "--loss_average", average)
     [(mask, rows, _)], [rollout] = units, step.rollouts
     assert torch.equal(mask, rollout.mask) and rows == size
-
-
-def test_dynamic_sampling_counts_the_share_over_all_that_was_drawn():
-    """5 of 10 are informative, then 2 of 10: at a rate of 7/20, the three missing take 3·20/7 = 8.6, so 9 prompts."""
-    roll_out, asked = fake_sampler("m" * 5 + "1" * 5 + "m" * 2 + "1" * 8 + "m" * 9)
-    assert len(dapo.dynamic_sampling(roll_out, 10, 5)[1]) == 10 and asked == [10, 10, 9]

@@ -128,21 +128,12 @@ def test_without_discounting_gae_is_return_minus_value():
 
 
 def test_whitening_by_hand():
-    """1 2 | 3 6 in two completions: mean 3, squared deviations 4 1 0 9, variance 14 / 4 = 3.5."""
+    """1 2 | 3 6 in two completions: mean 3, squared deviations 4 1 0 9, variance 14 / 4 = 3.5. All tokens share a mean
+    and a std: whitened by itself, each completion would become −1 1, and the better one would no longer stand out."""
     advantages = torch.tensor([[1.0, 2, 99], [3, 6, 99]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 0]]).bool()
     torch.testing.assert_close(ppo.whiten(advantages, mask),
                                torch.tensor([[-2.0, -1, 0], [0, 3, 0]]) / math.sqrt(3.5))
-
-
-def test_whitening_is_over_the_whole_batch():
-    """Two halves with means 0 and 10 still differ afterwards; whitened separately, each would have mean 0."""
-    torch.manual_seed(0)
-    advantages = torch.randn(4, 6) + torch.tensor([0.0, 0, 10, 10])[:, None]
-    mask = torch.ones(4, 6).bool()
-    white = ppo.whiten(advantages, mask)
-    assert abs(white.mean()) < 1e-6 and white.std(correction=0).item() == pytest.approx(1)
-    assert white[:2].mean() < -0.9 and white[2:].mean() > 0.9
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -0.1, 0.3, -3.3333333, 1e6])
