@@ -1409,6 +1409,16 @@ def test_logits_in_bfloat16_are_divided_by_the_temperature_in_float32():
     assert torch.equal(*(common.pick_tokens(x, uniforms, 0.7)[0] for x in (logits, logits.float())))
 
 
+def test_the_log_prob_of_a_draw_is_that_among_all_blocks():
+    """Tokens 5, 700 and 1400 stand in three blocks of 512, and have probabilities of .5, .3 and .2. Their cumulative
+    ones, .5, .8 and 1, say which uniform number draws which. All others have probability 0."""
+    logits = torch.full((3, 1600), -math.inf)
+    logits[:, [5, 700, 1400]] = torch.tensor([0.5, 0.3, 0.2]).log()
+    tokens, logprobs = common.pick_tokens(logits, torch.tensor([0.25, 0.7, 0.9], dtype=torch.float64), 1.0)
+    assert tokens.tolist() == [5, 700, 1400]
+    torch.testing.assert_close(logprobs, torch.tensor([0.5, 0.3, 0.2]).log())
+
+
 def test_no_block_without_probability():
     """The first block of 512 tokens has probability 0 throughout, and so do the last tokens."""
     logits = torch.full((1, 1600), -math.inf)
