@@ -16,14 +16,20 @@ from helpers import (assert_metrics, assert_same_weights, begin_with, plain_upda
 
 
 def test_preference_loss_by_hand():
-    """Scores 2 and 1: −log σ(2 − 1) = .31326; with margin 1: −log σ(2 − 1 − 1) = ln 2."""
+    """Scores 2 and 1: −log σ(2 − 1) = .31326; with margin 1: −log σ(2 − 1 − 1) = ln 2.
+
+    A pair that is wrong by 9,000 has the loss 9,000 and the slope −1 (½ in a mean over two); one that is right by so
+    much has neither.
+    """
     loss, stats = reward_model.preference_loss(torch.tensor([2.0]), torch.tensor([1.0]))
     assert loss.item() == pytest.approx(math.log(1 + math.exp(-1)))
     assert stats["pair_accuracy"] == 1 and stats["margin"] == 1
     loss, _ = reward_model.preference_loss(torch.tensor([2.0]), torch.tensor([1.0]), torch.tensor([1.0]))
     assert loss.item() == pytest.approx(math.log(2))
-    loss, _ = reward_model.preference_loss(torch.tensor([-9e3, 9e3]), torch.zeros(2))
-    assert loss.isfinite()
+    chosen = torch.tensor([-9e3, 9e3], requires_grad=True)
+    loss, _ = reward_model.preference_loss(chosen, torch.zeros(2))
+    loss.backward()
+    assert loss == 4500 and chosen.grad.tolist() == [-0.5, 0]
     _, stats = reward_model.preference_loss(*torch.ones(2, 3, requires_grad=True))
     assert not any(value.requires_grad for value in stats.values())  # metrics keep no graph
 
