@@ -341,6 +341,27 @@ def test_the_first_update_needs_no_pass_for_old_log_probs(script, tmp_path, monk
 
 
 @pytest.mark.parametrize("script", [*GROUP_SCRIPTS, "ppo"])
+def test_a_row_is_in_the_same_micro_batch_whenever_it_is_read(script, tmp_path, monkeypatch):
+    """By the policy, the reference or the critic, before the update and in it. In bfloat16 a row's log-probs round as
+    the rows beside it make them, so that otherwise even a policy that has not changed would have ratios other than 1.
+    And no micro-batch is larger than the flag says."""
+    read, deal = [], common.micro_batches
+
+    def micro_batches(batch, blocks, max_tokens):
+        for rows, *rest in deal(batch, blocks, max_tokens):
+            read.append((*rows.tolist(), max_tokens))
+            yield rows, *rest
+    monkeypatch.setattr(common, "micro_batches", micro_batches)
+    run_script(f"{script}.py", "--steps", 1, "--prompts_per_step", 16 if script == "ppo" else 4, "--minibatches", 2,
+               "--updates_per_batch", 2, "--micro_batch_tokens", 70, "--output_dir", tmp_path / "run",
+               *on_few_problems(tmp_path), *["--group_size", 4] * (script != "ppo"),
+               *["--no_dynamic_sampling"] * (script == "dapo"))
+    distinct = set(read)
+    assert sorted(row for *rows, _ in distinct for row in rows) == list(range(16))  # each row in one of them
+    assert {tokens for *_, tokens in read} == {70} and len(distinct) > 2 and len(read) >= 2 * len(distinct)
+
+
+@pytest.mark.parametrize("script", [*GROUP_SCRIPTS, "ppo"])
 def test_the_seconds_of_a_step_are_without_its_evaluation(script, tmp_path, monkeypatch):
     order, timing = [], common.Run.timing
     monkeypatch.setattr(common.Run, "timing", lambda *args: order.append("timing") or timing(*args))
