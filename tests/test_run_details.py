@@ -434,16 +434,17 @@ def test_lines_of_steps_to_be_done_again_are_dropped(tmp_path):
 
 
 def test_a_gradient_is_clipped_by_hand():
-    """The gradient (3, 4) has norm 5, which is reported. It is scaled to norm 0.5: (0.3, 0.4)."""
-    model = torch.nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    """The gradient (3, 4) has norm 5, which is reported. It is scaled to norm 0.5: (0.3, 0.4). The 4 is that of a
+    parameter of your own, which the optimizer has beside the model's."""
+    model, own = torch.nn.Linear(1, 1, bias=False), torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([*model.parameters(), own], lr=1.0)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    before = model.weight.detach().clone()
-    model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    before = model.weight.item()
+    (model(torch.tensor([3.0])) + 4 * own).backward()
     run = FakeRun(SimpleNamespace(max_grad_norm=0.5, max_bad_steps=5), policy=(model, optimizer, schedule))
     done = run.optimizer_step(model, optimizer, schedule, torch.tensor(1.5))
     assert done == {"loss": 1.5, "grad_norm": pytest.approx(5), "lr": 1.0}
-    torch.testing.assert_close(before - model.weight, torch.tensor([[0.3, 0.4]]))
+    assert (before - model.weight.item(), -own.item()) == pytest.approx((0.3, 0.4))
 
 
 def test_a_skipped_update_does_not_advance_the_rate(tmp_path):
