@@ -287,6 +287,9 @@ def test_answers_are_cut_where_the_context_ends(capsys):
     ({"chosen": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}],
       "rejected": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}]},
      "want conversations that share"),
+    ({"chosen": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}],
+      "rejected": [{"role": "user", "content": "p"}, {"role": "user", "content": "b"}]},  # of either one
+     "want conversations that end with an answer"),
     ({"chosen": [{"role": "assistant", "content": "a"}],
       "rejected": [{"role": "assistant", "content": "b"}]},
      "no prompt"),
@@ -346,6 +349,19 @@ def test_all_pairs_of_a_ranking_are_trained_on(tmp_path, monkeypatch):
     assert step.metrics["chosen_logprobs"] == pytest.approx((2 * logprob("2") + logprob("11")) / 3, rel=1e-4)
     assert step.metrics["rejected_logprobs"] == pytest.approx((2 * logprob("3") + logprob("11")) / 3, rel=1e-4)
     assert step.metrics["loss"] == pytest.approx(math.log(2), rel=1e-4)  # h = 0: each pair has its own references
+
+
+def test_the_evaluation_is_over_all_pairs_of_all_rankings(monkeypatch):
+    """Three ranked answers have log π/π_ref = 3, 1 and 2, and thus with β = .1 the implicit rewards .3, .1 and .2. Their
+    pairs differ by .2, .1 and −.1. A row of two answers with 0 and 5 differs by −.5. Two of these four are right."""
+    rankings = [common.Preference("p", [5], [], [[6]] * K, list(range(K, 0, -1)), ref_logprobs=torch.ones(K))
+                for K in (3, 2)]
+    monkeypatch.setattr(dpo, "answer_logprobs", lambda *_: [torch.tensor([4.0, 2, 3]), torch.tensor([1.0, 6])])
+    metrics = dpo.evaluate(None, None, rankings, [], None, dpo.Config(beta=0.1), "cpu")
+    differences = torch.tensor([0.2, 0.1, -0.1, -0.5])
+    assert metrics == pytest.approx({
+        "eval_pair_accuracy": 2 / 4, "eval_margin": -0.3 / 4, "eval_chosen_reward": (0.3 + 0.3 + 0.1 + 0) / 4,
+        "eval_rejected_reward": (0.1 + 0.2 + 0.2 + 0.5) / 4, "eval_loss": -differences.sigmoid().log().mean().item()})
 
 
 def build_rankings():
