@@ -294,6 +294,13 @@ def test_few_rows_make_few_updates(minibatches, tmp_path, monkeypatch):
     assert all(update["grad_norm"] > 0 for step in steps for update in step.updates)
 
 
+def test_minibatches_may_be_uneven(tmp_path, monkeypatch):
+    """Eight completions make three minibatches, of 3, 3 and 2, and not four of 2."""
+    [step] = record_run(monkeypatch, "dapo.py", tmp_path / "run", "--steps", 1, "--prompts_per_step", 4,
+                        "--group_size", 2, "--minibatches", 3, "--no_dynamic_sampling")
+    assert len(step.updates) == 3
+
+
 def test_without_an_informative_group_the_step_makes_no_update(tmp_path):
     """No reward is above 0, so no group has a right answer: the step gives up, says so, logs a loss and gradient of 0,
     and the run goes on, with its warm-up where it was. The rewards differ within a group too, but a completion that is
