@@ -352,7 +352,7 @@ def test_all_pairs_of_a_ranking_are_trained_on(tmp_path, monkeypatch):
 
 
 def test_the_evaluation_is_over_all_pairs_of_all_rankings(monkeypatch):
-    """Three ranked answers have log π/π_ref = 3, 1 and 2, and thus with β = .1 the implicit rewards .3, .1 and .2. Their
+    """Three ranked answers have log π/π_ref = 3, 1 and 2, so with β = .1 the implicit rewards .3, .1 and .2. Their
     pairs differ by .2, .1 and −.1. A row of two answers with 0 and 5 differs by −.5. Two of these four are right."""
     rankings = [common.Preference("p", [5], [], [[6]] * K, list(range(K, 0, -1)), ref_logprobs=torch.ones(K))
                 for K in (3, 2)]
