@@ -2553,9 +2553,9 @@ def shard(model, device: torch.device):
 
 
 def is_small(model, device: torch.device) -> bool:
-    """Whether the whole model is to be one FSDP module: on one GPU, if this takes less than a fifth of its memory, at 12
-    bytes a parameter (weights and gradients in bfloat16, two copies of the gradients in float32). A module per layer
-    takes these for one layer at a time, but makes a short pass twice as slow (0.5B, 4,096 tokens, H200)."""
+    """Whether the whole model is to be one FSDP module: on one GPU, if this takes less than a fifth of its memory: 12
+    bytes a parameter, for weights and gradients in bfloat16 and two copies of the gradients in float32. A module per
+    layer takes these for one layer at a time, but makes a short pass twice as slow (0.5B, 4,096 tokens, H200)."""
     size = sum(parameter.numel() for parameter in model.parameters())
     return device.type == "cuda" and world_size() == 1 and 12 * size < torch.cuda.mem_get_info(device)[1] / 5
 

@@ -361,6 +361,16 @@ def test_a_row_is_in_the_same_micro_batch_whenever_it_is_read(script, tmp_path, 
     assert {tokens for *_, tokens in read} == {70} and len(distinct) > 2 and len(read) >= 2 * len(distinct)
 
 
+@pytest.mark.parametrize("script", ["dpo", "reward_model"])
+def test_no_micro_batch_of_pairs_is_larger_than_the_flag_says(script, tmp_path, monkeypatch):
+    asked, deal = set(), common.micro_batches
+    monkeypatch.setattr(common, "micro_batches", lambda batch, blocks, max_tokens: (
+        asked.add(max_tokens) or deal(batch, blocks, max_tokens)))
+    run_script(f"{script}.py", "--data", few_pairs(tmp_path), "--pairs_per_step", 6, "--steps", 1,
+               "--micro_batch_tokens", 70, "--output_dir", tmp_path / "run")
+    assert asked == {70}
+
+
 @pytest.mark.parametrize("script", [*GROUP_SCRIPTS, "ppo"])
 def test_the_seconds_of_a_step_are_without_its_evaluation(script, tmp_path, monkeypatch):
     order, timing = [], common.Run.timing
